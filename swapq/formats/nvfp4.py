@@ -1,0 +1,90 @@
+"""NVFP4: E2M1 codes, one E4M3 scale per 16 elements and one FP32 scale per scope (contract section 2)."""
+
+import torch
+from torch import Tensor
+
+from swapq.formats.base import Format, Operand, Parts
+from swapq.formats.bits import F32_MAX, e2m1_decode, e2m1_encode, e4m3_cast, pack_nibbles, unpack_nibbles
+
+__all__ = ["NVFP4"]
+
+_ONE_SIXTH = 0.16666667163372040  # bits 0x3E2AAAAB
+_RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
+
+
+class NVFP4(Format):
+    """``codes [..., M, K/2]`` uint8; ``scales [..., M, K/16]`` float8_e4m3fn (tile scope: ``[..., ceil(M/16), K/16]``);
+    ``global_scale`` float32, one per leading index (tensor and tile scope) or one per row (row scope)."""
+
+    name = "nvfp4"
+    block = 16
+    scopes = ("tensor", "row", "tile")
+    default_scope = "tensor"
+    axes = (-1,)
+    suffixes = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"}
+    dtypes = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "global_scale": torch.float32}
+
+    def quantize(self, x: Tensor, *, scope: str = "tensor", axis: int = -1, amax: Tensor | None = None) -> Parts:
+        encode, decode = self.global_scales(self.scope_amax(x, scope) if amax is None else amax.float())
+        per_block = self._over_blocks(encode * _ONE_SIXTH, scope)
+        scales = e4m3_cast((self._block_amax(x, scope) * per_block).clamp(max=F32_MAX))
+        product = scales.float() * self._over_blocks(decode, scope)
+        factor = torch.div(torch.ones_like(product), product).clamp(max=F32_MAX)
+        codes = e2m1_encode(x.float() * self._spread(factor, scope, x.shape[-2] if x.dim() > 1 else 1))
+        return Parts(pack_nibbles(codes), scales, decode)
+
+    def dequantize(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Tensor:
+        decode = self._over_blocks(_required(parts.global_scale), scope)
+        return self._scaled_values(parts, scope) * decode
+
+    def operand(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Operand:
+        return Operand(self._scaled_values(parts, scope).to(torch.bfloat16), _required(parts.global_scale))
+
+    def part_shapes(self, shape: tuple[int, ...], *, scope: str = "tensor", axis: int = -1) -> dict[str, tuple[int, ...]]:
+        *lead, k = shape
+        blocks = (*lead[:-1], -(-lead[-1] // self.block), k // self.block) if scope == "tile" else (*lead, k // self.block)
+        return {
+            "codes": (*lead, k // 2),
+            "scales": blocks,
+            "global_scale": tuple(lead) if scope == "row" else tuple(lead[:-1]),
+        }
+
+    def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
+        return (*codes.shape[:-1], codes.shape[-1] * 2)
+
+    @staticmethod
+    def scope_amax(x: Tensor, scope: str = "tensor") -> Tensor:
+        """float32 amax over the scope: per row, or per leading index (an expert)."""
+        dims = -1 if scope == "row" or x.dim() == 1 else (-2, -1)
+        return x.abs().amax(dims).float()
+
+    @staticmethod
+    def global_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+        """``(S, G)``: the encode scale and its reciprocal, the stored decode scale. Zero amax gives 1; NaN and Inf stay visible."""
+        encode = torch.div(torch.full_like(amax, _RANGE), amax).clamp(max=F32_MAX)
+        encode = torch.where(amax == 0, torch.ones_like(encode), encode)
+        return encode, torch.div(torch.ones_like(encode), encode)
+
+    def _block_amax(self, x: Tensor, scope: str) -> Tensor:
+        blocks = x.unflatten(-1, (-1, self.block)).abs().amax(-1)
+        if scope == "tile":
+            blocks = self._grouped(blocks, -2).amax(-2)
+        return blocks.float()
+
+    @staticmethod
+    def _over_blocks(scale: Tensor, scope: str) -> Tensor:
+        return scale.unsqueeze(-1) if scope == "row" else scale[..., None, None]
+
+    def _spread(self, per_block: Tensor, scope: str, rows: int) -> Tensor:
+        spread = per_block.repeat_interleave(self.block, dim=-1)
+        return spread.repeat_interleave(self.block, dim=-2)[..., :rows, :] if scope == "tile" else spread
+
+    def _scaled_values(self, parts: Parts, scope: str) -> Tensor:
+        rows = parts.codes.shape[-2] if parts.codes.dim() > 1 else 1
+        return e2m1_decode(unpack_nibbles(parts.codes)) * self._spread(parts.scales.float(), scope, rows)
+
+
+def _required(scale: Tensor | None) -> Tensor:
+    if scale is None:
+        raise TypeError("nvfp4 parts carry a global scale")
+    return scale

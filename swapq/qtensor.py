@@ -1,0 +1,158 @@
+"""QTensor: the codes and scales of one quantized tensor (or of a stack of experts), and what they are.
+
+It is what compute, serialization and sync exchange. It is never a trainable Parameter: masters are (design decision 1).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from swapq import formats
+from swapq.errors import FormatError
+from swapq.formats import Format, Operand, Parts
+
+__all__ = ["QTensor", "quantize", "require_finite"]
+
+
+class QTensor(TorchAOBaseTensor):
+    """A quantized tensor of logical shape ``shape`` and dtype ``dtype`` (the dtype it was quantized from).
+
+    Attributes:
+        codes: elements as stored (MXFP8: float8_e4m3fn; NVFP4: uint8, two codes a byte, even element low).
+        scales: block scales, linear layout (MXFP8: uint8 E8M0; NVFP4: float8_e4m3fn).
+        global_scale: NVFP4's float32 decode scale(s), else None.
+        format, scope, axis: what the bits mean, over what the FP32 scale reaches, and the block axis (-1 or -2).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor | None
+    format: str
+    scope: str
+    axis: int
+
+    tensor_data_names: ClassVar[list[str]] = ["codes", "scales"]
+    tensor_attribute_names: ClassVar[list[str]] = ["format", "scope", "axis", "source_dtype"]
+    optional_tensor_data_names: ClassVar[list[str]] = ["global_scale"]
+
+    def __new__(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        format: str,
+        scope: str,
+        axis: int = -1,
+        source_dtype: torch.dtype = torch.bfloat16,
+        global_scale: Tensor | None = None,
+    ) -> "QTensor":
+        shape = formats.get(format).logical_shape(codes)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=source_dtype, device=codes.device)
+        self.codes, self.scales, self.global_scale = codes, scales, global_scale
+        self.format, self.scope, self.axis, self.source_dtype = format, scope, axis, source_dtype
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @property
+    def spec(self) -> Format:
+        """The format object."""
+        return formats.get(self.format)
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.codes, self.scales, self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The value of every element in the contract's float32 order, rounded to ``dtype`` (default: the dtype it came from)."""
+        values = self.spec.dequantize(self.parts, scope=self.scope, axis=self.axis)
+        return values.to(dtype or self.source_dtype)
+
+    def operand(self) -> Operand:
+        """Exact BF16 values and the FP32 scale applied after the sum (contract section 3)."""
+        return self.spec.operand(self.parts, scope=self.scope, axis=self.axis)
+
+    def part_bytes(self) -> int:
+        """Bytes that codes and scales occupy."""
+        return sum(t.numel() * t.element_size() for t in self.parts if t is not None)
+
+    def named_parts(self) -> dict[str, Tensor]:
+        """``{"codes": ..., "scales": ..., "global_scale": ...}`` without what is None."""
+        return {k: v for k, v in self.parts._asdict().items() if v is not None}
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        extra = "" if self.global_scale is None else f", global_scale {tuple(self.global_scale.shape)}"
+        return (
+            f"QTensor({self.format}, shape={tuple(self.shape)}, scope={self.scope!r}, axis={self.axis}, dtype={self.dtype}, "
+            f"codes {tuple(self.codes.shape)} {self.codes.dtype}, scales {tuple(self.scales.shape)} {self.scales.dtype}{extra}, "
+            f"device={self.codes.device})"
+        )
+
+
+@QTensor.implements([torch.ops.aten.copy_.default])
+def _copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:
+    """Copy another QTensor's bytes, or quantize a plain tensor with fresh scales: the old scale is never reused."""
+    into, source = args[0], args[1]
+    if not isinstance(into, QTensor):
+        raise FormatError("copy_ from a QTensor into a plain tensor is refused; write q.dequantize(dtype) first")
+    if not isinstance(source, QTensor):
+        source = quantize(source.to(into.source_dtype), into.format, scope=into.scope, axis=into.axis)
+    mine, theirs = into.named_parts(), source.named_parts()
+    if (into.format, into.scope, into.axis, into.shape) != (source.format, source.scope, source.axis, source.shape):
+        raise FormatError(f"copy_ between different tensors is refused: {into!r} from {source!r}")
+    for name, tensor in mine.items():
+        tensor.copy_(theirs[name])
+    return into
+
+
+def quantize(
+    x: Tensor,
+    fmt: str,
+    *,
+    scope: str | None = None,
+    axis: int = -1,
+    amax: Tensor | None = None,
+    block: int | None = None,
+) -> QTensor:
+    """Quantize ``x`` in the dtype it has (contract sections 1 and 2; casting a master to BF16 first is the caller's part).
+
+    Args:
+        x: ``[..., M, K]``, BF16, FP16 or FP32, any strides. Leading dimensions are experts: one FP32 scale each.
+        fmt: ``"mxfp8"`` or ``"nvfp4"``.
+        scope: ``nvfp4``: ``"tensor"`` (default), ``"row"`` or ``"tile"``. ``mxfp8`` has no scope to choose.
+        axis: block axis. -2 quantizes column-wise (``mxfp8``).
+        amax: float32, a shared scope amax (a gate/up pair): shape of the leading dimensions, or of the rows in row scope.
+        block: group size of formats that have a choice (none of these two).
+
+    Raises:
+        FormatError: see :meth:`swapq.formats.Format.check`.
+    """
+    form = formats.get(fmt)
+    scope = form.default_scope if scope is None else scope
+    if block is not None and block != form.block:
+        raise FormatError(f"{fmt}: block is {block}, but the format has blocks of {form.block}; leave `block` out")
+    if isinstance(x, QTensor):
+        raise FormatError(f"{fmt}: the tensor is quantized already ({x.format}); quantize the high-precision tensor")
+    if amax is not None and fmt != "nvfp4":
+        raise FormatError(f"{fmt}: `amax` is given, but only nvfp4 has a scale that tensors can share; leave it out")
+    form.check(x, scope=scope, axis=axis)
+    with torch.no_grad():
+        parts = form.quantize(x.detach(), scope=scope, axis=axis, amax=amax)
+    return QTensor(parts.codes, parts.scales, fmt, scope, axis, x.dtype, parts.global_scale)
+
+
+def require_finite(x: Tensor, name: str) -> None:
+    """Refuse a weight with NaN or Inf (contract section 0).
+
+    Raises:
+        FormatError: naming the tensor, the count and the first index.
+    """
+    bad = ~torch.isfinite(x)
+    if bool(bad.any()):
+        first = tuple(int(i) for i in bad.nonzero()[0])
+        raise FormatError(
+            f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first at index {first} ({x[first].item()}); "
+            "repair the weight (a diverged run or a damaged file) before quantizing it"
+        )
