@@ -1,0 +1,83 @@
+"""Routing: which token rows go to which expert, sorted by expert, and the way back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Routing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Routed slots sorted by expert (stable: a group keeps token order).
+
+    Attributes:
+        slots: int64 ``[R]``, flat position ``token * top_k + j`` of each routed slot. Slots of experts that are not here are absent.
+        counts: rows of each expert.
+        num_tokens, top_k: shape of the routing tables.
+    """
+
+    slots: Tensor
+    counts: tuple[int, ...]
+    num_tokens: int
+    top_k: int
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, num_experts: int) -> "Routing":
+        """Sort ``top_k_index [T, k]``. Ids below 0 or from ``num_experts`` on belong to another rank and are left out."""
+        flat = top_k_index.reshape(-1).to(torch.int64)
+        flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+        counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts].tolist()
+        order = torch.argsort(flat, stable=True)[: sum(counts)]
+        return cls(order, tuple(counts), *top_k_index.shape)
+
+    @classmethod
+    def single(cls, rows: int, device: torch.device) -> "Routing":
+        """One expert that takes every row in place: a plain linear."""
+        return cls(torch.arange(rows, device=device), (rows,), rows, 1)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Token row of each routed slot, int64 ``[R]``."""
+        return self.slots // self.top_k
+
+    def groups(self) -> Iterator[tuple[int, slice]]:
+        """``(expert, its rows)`` for every expert that has rows."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+    def padded(self, multiple: int) -> tuple["Routing", Tensor]:
+        """The same groups, each padded to a multiple of rows, and the row in the padded order of each of our rows."""
+        sizes = [-(-c // multiple) * multiple for c in self.counts]
+        shift, start = [], 0
+        for count, size in zip(self.counts, sizes, strict=True):
+            shift += [start] * count
+            start += size - count
+        position = torch.arange(len(shift)) + torch.tensor(shift, dtype=torch.int64)
+        padded = Routing(self.slots.new_empty(0), tuple(sizes), self.num_tokens, self.top_k)
+        return padded, position.to(self.slots.device)
+
+    def pad_rows(self, rows: Tensor, multiple: int) -> tuple["Routing", Tensor]:
+        """``rows [R, N]`` in zero-padded groups: what blocks along the rows need (contract section 5)."""
+        padded, position = self.padded(multiple)
+        out = rows.new_zeros(sum(padded.counts), rows.shape[1])
+        out[position] = rows
+        return padded, out
+
+    def gather(self, per_token: Tensor) -> Tensor:
+        """Row ``[R, ...]`` of each slot from ``[T, ...]``."""
+        return per_token.index_select(0, self.tokens)
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """``[R, N] -> [T, k, N]``, zeros where a slot's expert is not here. Differentiable."""
+        out = rows.new_zeros(self.num_tokens * self.top_k, rows.shape[-1])
+        return out.index_copy(0, self.slots, rows).view(self.num_tokens, self.top_k, -1)

@@ -1,0 +1,168 @@
+"""Autograd of the quantized linears: one forward, three backward modes (contract section 5).
+
+    y = x_hat @ w_hat.T        x_hat, w_hat: the operands of forward
+
+| mode             | dgrad                               | wgrad                           | saved                      |
+|------------------|-------------------------------------|---------------------------------|----------------------------|
+| low_precision    | dy by rows x w by columns, both FP8 | dy and x by columns, both FP8   | column codes of x; w       |
+| high_precision   | dy and w in BF16                    | dy and x in BF16                | x and w                    |
+| dequantized      | dy and bf16(w_hat)                  | dy and bf16(x_hat)              | codes and scales of x and w |
+
+The weight gradient passes straight through the rounding and lands on the master in the master's dtype.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Parts
+from swapq.kernels import dispatch
+from swapq.kernels.routing import Routing
+from swapq.nn.expert_block import gathered, routed_linear, row_operand, row_parts, row_values
+from swapq.qtensor import QTensor, quantize
+
+__all__ = ["LinearSpec", "TrainableExpertLinear", "quantize_weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """How one linear computes.
+
+    Attributes:
+        weights: format of the weight.
+        activations: format of the rows, or ``"bf16"``.
+        backward: ``"low_precision"``, ``"high_precision"`` or ``"dequantized"``.
+        transposed: the master is stored ``[E, K, N]`` (gpt-oss).
+        slices: slices of K with row scales of their own (``expert_tp``).
+    """
+
+    weights: str
+    activations: str
+    backward: str
+    transposed: bool = False
+    slices: int = 1
+
+
+def quantize_weight(master: Tensor, fmt: str, *, transposed: bool = False, amax: Tensor | None = None) -> QTensor:
+    """A master's QTensor: BF16 first, whatever its dtype (contract section 0), then blocks along the contraction axis.
+
+    Args:
+        master: ``[E, N, K]`` or ``[N, K]``; ``[E, K, N]`` if ``transposed``. One FP32 scale per expert, so fused gate and up share it.
+    """
+    w = master.detach().to(torch.bfloat16)
+    return quantize(w.transpose(-1, -2) if transposed else w, fmt, amax=amax)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Carries a QTensor past autograd.Function.apply, which would take a tensor argument for a differentiable one."""
+
+    tensor: QTensor
+
+
+class _RoutedLinear(torch.autograd.Function):
+    """``x`` (tokens, or rows in routed order) and the master of all experts to BF16 rows ``[R, N]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, master: Tensor, bias: Tensor | None, routing: Routing, spec: LinearSpec, gather: bool, weight: "_Held"
+    ) -> Tensor:
+        w = weight.tensor
+        rows = row_parts(x, spec.activations, spec.slices)
+        operand = row_operand(rows, spec.activations, spec.slices)
+        y = routed_linear(gathered(operand, routing) if gather else operand, w.operand(), bias, routing)
+        ctx.routing, ctx.spec, ctx.gather = routing, spec, gather
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.master_dtype, ctx.master_shape = master.dtype, master.shape
+        _save(ctx, x, rows, master, w)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        routing, spec, grouped = ctx.routing, ctx.spec, dispatch.grouped(dy.device)
+        dy = dy.to(torch.bfloat16).contiguous()
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_grad(ctx, dy)
+            if ctx.gather:
+                dx = routing.scatter(dx).float().sum(1).to(torch.bfloat16)
+        if ctx.needs_input_grad[1]:
+            if spec.backward == "low_precision":
+                padded, dy_rows = routing.pad_rows(dy, formats.get(spec.weights).block)
+                dy_columns = quantize(dy_rows, spec.weights, axis=-2).operand().values
+                codes, scales = ctx.saved_tensors[1:]
+                x_columns = formats.get(spec.weights).operand(Parts(codes, scales), scope="block", axis=-2).values
+                dw = grouped.grouped_weight_grad(dy_columns, x_columns, padded, ctx.master_dtype)
+            else:
+                dw = grouped.grouped_weight_grad(dy, _saved_rows(ctx), routing, ctx.master_dtype)
+            if spec.transposed:
+                dw = dw.transpose(-1, -2)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = torch.zeros(routing.num_experts, dy.shape[1], dtype=torch.float32, device=dy.device)
+            for expert, rows in routing.groups():
+                db[expert] = dy[rows].float().sum(0)
+            db = db.to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+def _save(ctx: Any, x: Tensor, rows: Parts, master: Tensor, w: QTensor) -> None:
+    spec: LinearSpec = ctx.spec
+    if spec.backward == "high_precision":
+        ctx.save_for_backward(master, x)
+    elif spec.backward == "dequantized":
+        ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
+        ctx.save_for_backward(w.codes, w.scales, w.global_scale, *rows)
+    else:
+        _, padded = ctx.routing.pad_rows(ctx.routing.gather(x) if ctx.gather else x, formats.get(spec.weights).block)
+        columns = quantize(padded, spec.weights, axis=-2)
+        ctx.save_for_backward(master, columns.codes, columns.scales)
+
+
+def _bf16_master(master: Tensor, spec: LinearSpec) -> Tensor:
+    w = master.to(torch.bfloat16)
+    return w.transpose(-1, -2) if spec.transposed else w
+
+
+def _input_grad(ctx: Any, dy: Tensor) -> Tensor:
+    """dgrad rows ``[R, K]`` in BF16 by the mode's table row."""
+    spec, grouped = ctx.spec, dispatch.grouped(dy.device)
+    if spec.backward == "dequantized":
+        codes, scales, global_scale = ctx.saved_tensors[:3]
+        fmt, scope, axis, dtype = ctx.weight_meta
+        w = QTensor(codes, scales, fmt, scope, axis, dtype, global_scale).dequantize(torch.bfloat16)
+        return grouped.grouped_input_grad(dy, w, ctx.routing)
+    w = _bf16_master(ctx.saved_tensors[0], spec)
+    if spec.backward == "high_precision":
+        return grouped.grouped_input_grad(dy, w, ctx.routing)
+    columns = quantize(w, spec.weights, axis=-2).operand().values
+    return grouped.grouped_input_grad(quantize(dy, spec.weights).operand().values, columns, ctx.routing)
+
+
+def _saved_rows(ctx: Any) -> Tensor:
+    """``x`` (high precision) or ``bf16(x_hat)`` (dequantized) in routed order."""
+    spec: LinearSpec = ctx.spec
+    if spec.backward == "high_precision":
+        x = ctx.saved_tensors[1]
+    else:
+        x = row_values(Parts(*ctx.saved_tensors[3:]), spec.activations, spec.slices)
+    return ctx.routing.gather(x) if ctx.gather else x
+
+
+class TrainableExpertLinear:
+    """An expert linear over a master: quantized in each forward, or once inside ``frozen_weights``.
+
+    Args:
+        master: ``[E, N, K]``, or ``[E, K, N]`` if the spec says transposed.
+        bias: ``[E, N]`` or None.
+        weight: the master's QTensor if it is frozen; None quantizes now.
+    """
+
+    def __init__(self, master: Tensor, bias: Tensor | None, spec: LinearSpec, weight: QTensor | None = None) -> None:
+        self.master, self.bias, self.spec = master, bias, spec
+        self.weight = weight if weight is not None else quantize_weight(master, spec.weights, transposed=spec.transposed)
+
+    def __call__(self, x: Tensor, routing: Routing, *, gather: bool) -> Tensor:
+        return _RoutedLinear.apply(x, self.master, self.bias, routing, self.spec, gather, _Held(self.weight))

@@ -1,0 +1,82 @@
+"""Gate: what stands between the two expert linears. SwiGLU in the contract's two roundings (section 4), any activation alike.
+
+An activation of BF16 values is a function of 16 bits, so it is looked up in a table made once in float32. The same bits come out
+on every device, at every position: vectorized CPU code and its scalar tails, or a CPU and a GPU, need not agree on ``exp``.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from swapq.errors import UnsupportedError
+
+__all__ = ["Gate", "activation"]
+
+Act = Callable[[Tensor], Tensor]
+
+
+@lru_cache(maxsize=64)
+def _table(act: "str | Act", device: torch.device) -> Tensor:
+    """``bf16(act(f32(v)))`` for every BF16 ``v``, indexed by its bits plus 32768."""
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return _function(act)(every.float()).to(torch.bfloat16).to(device)
+
+
+def _function(act: "str | Act") -> "Act":
+    return ACT2FN[act] if isinstance(act, str) else act
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: "str | Act") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.act = act
+        return _table(act, x.device)[x.contiguous().view(torch.int16).to(torch.int32) + 32768]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            x = x.detach().requires_grad_()
+            (dx,) = torch.autograd.grad(_function(ctx.act)(x), x, dy)
+        return dx, None
+
+
+def activation(x: Tensor, act: "str | Act") -> Tensor:
+    """``bf16(act(f32(x)))`` of BF16 ``x``, any shape. The gradient is autograd's of the activation in BF16."""
+    return _Activation.apply(x, act)
+
+
+class Gate:
+    """``h = bf16(act(gate)) * up``, or ``bf16(act(up))`` for experts without a gate.
+
+    Args:
+        act: name of the activation in transformers' table (``"silu"``), or an elementwise function without parameters.
+        gated: whether rows hold gate and up halves.
+        function: a family's own gate (``_apply_gate``); called instead of all this, on BF16 rows ``[R, N]``.
+
+    Raises:
+        UnsupportedError: an unknown activation.
+    """
+
+    def __init__(self, act: "str | Act" = "silu", *, gated: bool = True, function: Callable[[Tensor], Tensor] | None = None) -> None:
+        if function is None and isinstance(act, str) and act not in ACT2FN:
+            raise UnsupportedError(f"activation {act!r} is not known; use one of transformers' activations")
+        self.act, self.gated, self.function = act, gated, function
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """``[R, 2I] -> [R, I]`` (gated) or ``[R, I] -> [R, I]``, BF16."""
+        if self.function is not None:
+            return self.function(rows).to(torch.bfloat16)
+        if not self.gated:
+            return activation(rows, self.act)
+        gate, up = rows.chunk(2, dim=-1)
+        return activation(gate, self.act) * up
+
+    def __repr__(self) -> str:
+        return f"Gate({'own' if self.function else self.act}, gated={self.gated})"

@@ -1,0 +1,91 @@
+"""QuantizedStorage: how a module keeps codes and scales as plain Parameters, and masters frozen for a while.
+
+Invariant: codes and scales move between devices and into files as bytes; no ``.to(dtype)``, ``.half()`` or ``.bfloat16()`` casts them.
+Codes and block scales live as uint8, so that every library that moves, gathers or saves tensors leaves them alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from swapq import formats
+from swapq.qtensor import QTensor
+
+__all__ = ["QuantizedStorage", "part_names"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def part_names(weight: str) -> dict[str, str]:
+    """Parameter name of each part of the weight called ``weight``: ``gate_up_proj``, ``gate_up_proj_scale``, ``gate_up_proj_scale_2``."""
+    return {"codes": weight, "scales": f"{weight}_scale", "global_scale": f"{weight}_scale_2"}
+
+
+class QuantizedStorage(nn.Module):
+    """Mixin of the swapped modules."""
+
+    #: weight name -> (format, scope, dtype it came from) of weights held as codes
+    stored: dict[str, tuple[str, str, torch.dtype]]
+    #: weight name -> QTensor inside ``frozen_weights``
+    frozen: "dict[str, QTensor] | None"
+
+    def _init_storage(self) -> None:
+        self.stored, self.frozen = {}, None
+
+    def quantized(self) -> dict[str, QTensor]:
+        """Weight name -> QTensor of what a forward would use now."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        """Replace masters by codes and scales."""
+        raise NotImplementedError
+
+    def _store(self, weight: str, q: QTensor) -> None:
+        """Replace the master called ``weight`` by the parts of ``q``, as Parameters that never train."""
+        self.stored[weight] = (q.format, q.scope, q.source_dtype)
+        names = part_names(weight)
+        for part, tensor in q.named_parts().items():
+            raw = tensor if tensor.dtype == torch.float32 else tensor.contiguous().view(torch.uint8)
+            self.register_parameter(names[part], nn.Parameter(raw.contiguous(), requires_grad=False))
+
+    def _stored(self, weight: str) -> QTensor:
+        fmt, scope, dtype = self.stored[weight]
+        form, names = formats.get(fmt), part_names(weight)
+        parts: dict[str, Tensor] = {}
+        for part, stored_as in form.dtypes.items():
+            raw = getattr(self, names[part])
+            parts[part] = raw.data if raw.dtype == stored_as else raw.data.view(stored_as)
+        return QTensor(parts["codes"], parts["scales"], fmt, scope, -1, dtype, parts.get("global_scale"))
+
+    def _frozen_or(self, weight: str, make: Callable[[], QTensor]) -> QTensor:
+        if self.frozen is None:
+            return make()
+        if weight not in self.frozen:
+            self.frozen[weight] = make()
+        return self.frozen[weight]
+
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+        kept = {
+            name: p
+            for weight in self.stored  # type: ignore[attr-defined]
+            for name in part_names(weight).values()
+            if (p := self._parameters.get(name)) is not None and p.dtype == torch.float32
+        }
+        shapes = {name: p.shape for name, p in kept.items()}
+        for p in kept.values():
+            p.data = p.data.reshape(-1).view(torch.uint8)
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for name, shape in shapes.items():
+            p = self._parameters[name]
+            if p is not None:
+                p.data = p.data.view(torch.float32).reshape(shape)
+        if self.frozen is not None:  # type: ignore[attr-defined]
+            self.frozen.clear()  # type: ignore[attr-defined]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["frozen"] = None
+        return state
