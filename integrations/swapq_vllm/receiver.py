@@ -1,0 +1,126 @@
+"""The receiving end of a weight update: one transaction that ends with an engine proven to hold what was sent, or with an error.
+
+An engine whose update failed holds a mixture. It refuses to serve until an update lands whole.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from swapq.errors import SyncError, UnsupportedError
+from swapq_vllm.gate import close_front, close_worker, open_front, open_worker
+from swapq_vllm.ledger import Ledger
+from swapq_vllm.served import Served
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+__all__ = ["UpdateReport", "apply_update", "receive", "served_digests", "served_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update did.
+
+    Attributes:
+        seconds: from the first byte to the reset of the prefix cache.
+        bytes: bytes of the tensors that arrived.
+        tensors: how many arrived.
+        verified: how many of them were read back from the engine and equal what arrived.
+        unverified: names whose bytes the engine keeps in a layout that cannot be read back. Never a quantized tensor.
+    """
+
+    seconds: float
+    bytes: int
+    tensors: int
+    verified: int
+    unverified: tuple[str, ...]
+
+
+def apply_update(llm: "LLM", tensors: Iterable[tuple[str, Tensor]], expected_digests: Mapping[str, str] | None = None) -> UpdateReport:
+    """Replace every weight of an in-process engine and prove that it holds them.
+
+    Args:
+        llm: an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one worker). Under an external launcher every rank calls
+            this for its own engine, with the same tensors.
+        tensors: ``(checkpoint name, tensor)``, every tensor of the checkpoint exactly once, in any order (by layer needs the
+            least memory). It is consumed lazily; a tensor's storage may be reused as soon as the next one is asked for.
+        expected_digests: the sender's digests by name. It is read after ``tensors`` is exhausted, so it may be filled meanwhile.
+
+    Returns:
+        What was done and what was compared.
+
+    Raises:
+        SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, or not equal to what was sent. The
+            engine refuses to serve from then on.
+        UnsupportedError: the engine is in another process.
+    """
+    start = time.perf_counter()
+    _require_in_process(llm)
+    close_front(llm, "its last weight update did not complete")
+    try:
+        arrived, held, unverified, count = llm.collective_rpc(receive, args=(tensors, expected_digests))[0]
+        if not llm.reset_prefix_cache():
+            raise SyncError("the prefix cache could not be reset, so old and new weights would mix; finish running requests, then sync again")
+    except SyncError as error:
+        close_front(llm, str(error))
+        raise
+    open_front(llm)
+    return UpdateReport(time.perf_counter() - start, count, arrived, held, unverified)
+
+
+def receive(
+    worker: Any, tensors: Iterable[tuple[str, Tensor]], expected_digests: Mapping[str, str] | None = None
+) -> tuple[int, int, tuple[str, ...], int]:
+    """The part of :func:`apply_update` that runs in a vLLM worker.
+
+    Returns:
+        Tensors arrived, tensors read back and equal, names not readable, bytes arrived.
+    """
+    served = Served.of(worker)
+    ledger = Ledger(served, expected_digests)
+    close_worker(worker, "its last weight update did not complete")
+    try:
+        served.begin()
+        worker.reload_weights(weights_iterator=ledger.stream(tensors), is_checkpoint_format=True)
+        held, unverified = ledger.compare_held()
+        served.require_same_addresses()
+    except Exception as error:
+        served.abandon()
+        failure = error if isinstance(error, SyncError) else SyncError(ledger.explain(error))
+        close_worker(worker, str(failure))
+        if failure is error:
+            raise
+        raise failure from error
+    open_worker(worker)
+    return len(ledger.arrived), held, unverified, ledger.bytes
+
+
+def served_tensors(llm: "LLM") -> Iterator[tuple[str, Tensor]]:
+    """What the engine serves, under checkpoint names and in checkpoint layout, quantized tensors as codes and scales.
+
+    Tensors that cannot be read back (see :attr:`UpdateReport.unverified`) or that another rank holds are left out.
+    """
+    _require_in_process(llm)
+    served: Served = llm.collective_rpc(Served.of)[0]
+    return served.tensors()
+
+
+def served_digests(llm: "LLM") -> dict[str, str]:
+    """Digests of :func:`served_tensors`, to be compared with those of a model or checkpoint."""
+    from swapq.digest import tensor_digest
+
+    return {name: tensor_digest(tensor) for name, tensor in served_tensors(llm)}
+
+
+def _require_in_process(llm: "LLM") -> None:
+    from vllm.v1.engine.core_client import InprocClient
+
+    if not isinstance(llm.llm_engine.engine_core, InprocClient):
+        raise UnsupportedError(
+            "the engine runs in another process, where tensors of this one cannot go; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before "
+            "importing vllm, or send the update through a server's weight transfer and check it with the worker method `swapq_verify`"
+        )

@@ -1,0 +1,79 @@
+"""What one worker serves: its model, where every checkpoint tensor lives in it, and at which addresses."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from swapq.errors import SyncError
+from swapq_vllm.compat import abandon_reload
+from swapq_vllm.headers import engine_headers
+from swapq_vllm.placement import Layouts, Placement, trace
+from swapq_vllm.unquantized import adopt
+
+__all__ = ["Served"]
+
+_KNOWN: "WeakKeyDictionary[nn.Module, Served]" = WeakKeyDictionary()
+
+
+class Served:
+    """The weights of one worker. One object lives as long as the model."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.addresses = self._addresses()
+
+    @classmethod
+    def of(cls, worker: Any) -> "Served":
+        """The one object of ``worker`` (vLLM's wrapper or the worker itself)."""
+        worker = getattr(worker, "worker", worker)
+        model = worker.get_model()
+        if model not in _KNOWN:
+            _KNOWN[model] = cls(worker)
+        return _KNOWN[model]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.worker.get_model()
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Every tensor of the checkpoint that the engine was started from, and where it lives."""
+        runner = self.worker.model_runner
+        headers = engine_headers(runner.model_config, runner.load_config)
+        return trace(self.model, headers.items())
+
+    @cached_property
+    def tied(self) -> set[str]:
+        """Live names that share the parameter of another: a sender may name both."""
+        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        return names - {n for n, _ in self.model.named_parameters()}
+
+    def begin(self) -> None:
+        """Prepare for an update."""
+        adopt(self.model)
+
+    def abandon(self) -> None:
+        """After a failed update: no parameter stays on the meta device, so that the next update can begin."""
+        abandon_reload(self.model)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint name and tensor of everything that can be read back."""
+        adopt(self.model)
+        layouts = Layouts()
+        for name, placement in self.placements.items():
+            tensor = placement.served(layouts)
+            if tensor is not None:
+                yield name, tensor
+
+    def require_same_addresses(self) -> None:
+        """Raise if an update moved a tensor: captured graphs would read the old one."""
+        now = self._addresses()
+        moved = sorted(name for name, address in self.addresses.items() if now.get(name) != address)
+        if moved:
+            raise SyncError(f"the update moved {len(moved)} live tensors, which compiled graphs would not notice, first {moved[0]}; restart the engine")
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}

@@ -1,0 +1,129 @@
+"""What the recipe keeps in BF16: vLLM's own methods, made right across weight updates and readable for verification.
+
+Two faults of the CPU engine are repaired here. Experts are prepacked at the first load only, so after a reload raw weights sit
+under a kernel that reads packed ones. Ordinary linears hand their weight to a GEMM library and drop the parameter, so nothing can
+tell what is served. Each method says through ``load_layout`` what a parameter holds in the layout in which it was loaded.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from swapq_vllm.packing import unpack_experts
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+__all__ = ["Bf16EmbeddingMethod", "Bf16ExpertsMethod", "Bf16LinearMethod", "adopt", "load_layout"]
+
+
+class _Once:
+    """A callable that remembers whether it ran."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.ran = function, False
+
+    def __call__(self, layer: nn.Module) -> None:
+        self.ran = True
+        self.function(layer)
+
+
+class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
+    """BF16 experts whose CPU kernel gets its packed weights at every load, not only at the first."""
+
+    def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+        experts = None if self.moe_kernel is None else self.moe_kernel.fused_experts
+        if experts is None or not current_platform.is_cpu():
+            super().process_weights_after_loading(layer)
+            return
+        prepack = _Once(experts.process_weights_after_loading)
+        experts.process_weights_after_loading = prepack  # a version that repairs this itself must not pack twice
+        try:
+            super().process_weights_after_loading(layer)
+        finally:
+            del experts.process_weights_after_loading
+        if not prepack.ran:
+            prepack(layer)
+
+    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+        """Parameter ``name`` as it was loaded; None where the backend's own layout cannot be undone."""
+        live = getattr(layer, name)
+        if not current_platform.is_cpu():
+            plain = getattr(self.unquantized_backend, "name", "") in ("TRITON", "BATCHED_TRITON")
+            return live if plain else None
+        if not name.endswith("_weight"):
+            return live
+        unpacked = unpack_experts(live, self.moe_kernel)
+        return None if unpacked is None else self._without_padding(unpacked, name)
+
+    def _without_padding(self, weight: Tensor, name: str) -> Tensor:
+        size = self.moe.intermediate_size_per_partition
+        if name == "w2_weight":
+            return weight[:, :, :size]
+        halves = weight.unflatten(1, (2, -1)) if self.moe.is_act_and_mul else weight.unsqueeze(1)
+        return halves[:, :, :size].flatten(1, 2)
+
+
+class Bf16LinearMethod(UnquantizedLinearMethod):
+    """A BF16 linear that on the CPU multiplies by its live parameter, as the trainer does."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if current_platform.is_cpu():
+            layer.cpu_linear = F.linear  # some layers call it themselves
+        else:
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if current_platform.is_cpu():
+            return F.linear(x, layer.weight, bias)
+        return super().apply(layer, x, bias)
+
+    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+        """The parameter itself: its layout does not change."""
+        return getattr(layer, name)
+
+
+class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embedding and LM head, whose CPU projection multiplies by the live parameter."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if current_platform.is_cpu():
+            layer.cpu_linear = F.linear
+        else:
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if current_platform.is_cpu():
+            return F.linear(x, layer.weight, bias)
+        return super().apply(layer, x, bias)
+
+    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+        """The parameter itself: its layout does not change."""
+        return getattr(layer, name)
+
+
+def adopt(model: nn.Module) -> None:
+    """Give vLLM's own BF16 experts in ``model`` the repaired method, so an engine of a plain BF16 checkpoint can be updated too."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method) is UnquantizedFusedMoEMethod:
+            method.__class__ = Bf16ExpertsMethod
+
+
+def load_layout(layer: nn.Module, name: str) -> Tensor | None:
+    """Tensor ``name`` of ``layer`` in the layout in which it was loaded; None where only vLLM knows how it is held."""
+    method = getattr(layer, "quant_method", None)
+    live: torch.Tensor = getattr(layer, name)
+    if hasattr(method, "load_layout"):
+        return method.load_layout(layer, name)
+    if method is None or isinstance(method, UnquantizedEmbeddingMethod):
+        return live
+    if isinstance(method, UnquantizedLinearMethod) and not (current_platform.is_cpu() and name == "weight"):
+        return live
+    return None
