@@ -70,7 +70,9 @@ def digest(x: "Tensor | nn.Module | str | os.PathLike[str]") -> "str | dict[str,
         32 hexadecimal digits, or a dictionary from checkpoint name to digest.
     """
     if isinstance(x, QTensor):
-        header = f"{x.format}|{x.scope}|{x.axis}|" + "|".join(f"{k}:{tensor_digest(v)}" for k, v in x.named_parts().items())
+        header = f"{x.format}|{x.scope}|{x.axis}|" + "|".join(
+            f"{k}:{tensor_digest(v)}" for k, v in x.named_parts().items()
+        )
         return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
     if isinstance(x, Tensor):
         return tensor_digest(x)

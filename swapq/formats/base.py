@@ -94,9 +94,13 @@ class Format(ABC):
         if axis not in self.axes:
             raise FormatError(f"{self.name} of {name}: axis is {axis}; choose one of {self.axes}")
         if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise FormatError(f"{self.name} of {name}: dtype is {x.dtype}; quantize a bfloat16, float16 or float32 tensor")
+            raise FormatError(
+                f"{self.name} of {name}: dtype is {x.dtype}; quantize a bfloat16, float16 or float32 tensor"
+            )
         if x.dim() < max(-axis, 2 if scope == "tile" else 1):
-            raise FormatError(f"{self.name} of {name}: shape {tuple(x.shape)} has too few dimensions for axis {axis}, scope {scope!r}")
+            raise FormatError(
+                f"{self.name} of {name}: shape {tuple(x.shape)} has too few dimensions for axis {axis}, scope {scope!r}"
+            )
         if axis == -1:
             self.check_length(x.shape[-1], name=name)
 

@@ -45,7 +45,9 @@ def e2m1_encode(y: Tensor) -> Tensor:
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """float32 values of E2M1 ``codes`` (uint8, 0..15)."""
-    values = torch.tensor(E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES), dtype=torch.float32, device=codes.device)
+    values = torch.tensor(
+        E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES), dtype=torch.float32, device=codes.device
+    )
     return values[codes.to(torch.int32)]
 
 

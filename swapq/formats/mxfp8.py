@@ -1,5 +1,7 @@
 """MXFP8: E4M3 codes, one E8M0 scale per 32 elements (contract section 1). Scales are uint8 at rest, on the wire and in memory."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ class MXFP8(Format):
     scopes = ("block",)
     default_scope = "block"
     axes = (-1, -2)
-    suffixes = {"codes": "weight", "scales": "weight_scale"}
-    dtypes = {"codes": torch.float8_e4m3fn, "scales": torch.uint8}
+    suffixes: ClassVar[dict[str, str]] = {"codes": "weight", "scales": "weight_scale"}
+    dtypes: ClassVar[dict[str, torch.dtype]] = {"codes": torch.float8_e4m3fn, "scales": torch.uint8}
 
     def quantize(self, x: Tensor, *, scope: str = "block", axis: int = -1, amax: Tensor | None = None) -> Parts:
         if axis == -2:
@@ -37,7 +39,9 @@ class MXFP8(Format):
     def operand(self, parts: Parts, *, scope: str = "block", axis: int = -1) -> Operand:
         return Operand(self.dequantize(parts, scope=scope, axis=axis).to(torch.bfloat16), None)
 
-    def part_shapes(self, shape: tuple[int, ...], *, scope: str = "block", axis: int = -1) -> dict[str, tuple[int, ...]]:
+    def part_shapes(
+        self, shape: tuple[int, ...], *, scope: str = "block", axis: int = -1
+    ) -> dict[str, tuple[int, ...]]:
         *lead, m, k = shape if len(shape) > 1 else (1, *shape)
         scales = (*lead, -(-m // self.block), k) if axis == -2 else (*lead, m, k // self.block)
         return {"codes": tuple(shape), "scales": scales if len(shape) > 1 else scales[-1:]}

@@ -1,5 +1,7 @@
 """NVFP4: E2M1 codes, one E4M3 scale per 16 elements and one FP32 scale per scope (contract section 2)."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,12 @@ class NVFP4(Format):
     scopes = ("tensor", "row", "tile")
     default_scope = "tensor"
     axes = (-1,)
-    suffixes = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"}
-    dtypes = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "global_scale": torch.float32}
+    suffixes: ClassVar[dict[str, str]] = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"}
+    dtypes: ClassVar[dict[str, torch.dtype]] = {
+        "codes": torch.uint8,
+        "scales": torch.float8_e4m3fn,
+        "global_scale": torch.float32,
+    }
 
     def quantize(self, x: Tensor, *, scope: str = "tensor", axis: int = -1, amax: Tensor | None = None) -> Parts:
         encode, decode = self.global_scales(self.scope_amax(x, scope) if amax is None else amax.float())
@@ -40,9 +46,13 @@ class NVFP4(Format):
     def operand(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Operand:
         return Operand(self._scaled_values(parts, scope).to(torch.bfloat16), _required(parts.global_scale))
 
-    def part_shapes(self, shape: tuple[int, ...], *, scope: str = "tensor", axis: int = -1) -> dict[str, tuple[int, ...]]:
+    def part_shapes(
+        self, shape: tuple[int, ...], *, scope: str = "tensor", axis: int = -1
+    ) -> dict[str, tuple[int, ...]]:
         *lead, k = shape
-        blocks = (*lead[:-1], -(-lead[-1] // self.block), k // self.block) if scope == "tile" else (*lead, k // self.block)
+        blocks = (
+            (*lead[:-1], -(-lead[-1] // self.block), k // self.block) if scope == "tile" else (*lead, k // self.block)
+        )
         return {
             "codes": (*lead, k // 2),
             "scales": blocks,

@@ -30,4 +30,8 @@ def choices() -> list[Choice]:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     note = "float64 sums in tiles of fixed height: exact, batch-invariant"
     work = ("quantize rows and weights", "grouped GEMM, forward and backward", "MXFP8 linear")
-    return [Choice(w, d, "torch reference", note if "GEMM" in w or "linear" in w else "contract order") for d in devices for w in work]
+    return [
+        Choice(w, d, "torch reference", note if "GEMM" in w or "linear" in w else "contract order")
+        for d in devices
+        for w in work
+    ]

@@ -14,7 +14,16 @@ from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
 from swapq.nn.gate import Gate
 
-__all__ = ["ExpertLinear", "FrozenExpertLinear", "expert_block", "gathered", "routed_linear", "row_operand", "row_parts", "row_values"]
+__all__ = [
+    "ExpertLinear",
+    "FrozenExpertLinear",
+    "expert_block",
+    "gathered",
+    "routed_linear",
+    "row_operand",
+    "row_parts",
+    "row_values",
+]
 
 
 class ExpertLinear(Protocol):
@@ -72,7 +81,9 @@ def routed_linear(x: Operand, w: Operand, bias: Tensor | None, routing: Routing)
     if x.scale is not None and x.scale.dim() == 2:
         slices = x.scale.shape[1]
         y = torch.zeros((), device=x.values.device)
-        for xs, ws, row_scale in zip(x.values.chunk(slices, -1), w.values.chunk(slices, -1), x.scale.unbind(-1), strict=True):
+        for xs, ws, row_scale in zip(
+            x.values.chunk(slices, -1), w.values.chunk(slices, -1), x.scale.unbind(-1), strict=True
+        ):
             y = y + _scaled(forward(xs, ws, routing), row_scale, w.scale, routing)
     else:
         y = _scaled(forward(x.values, w.values, routing), x.scale, w.scale, routing)

@@ -16,6 +16,7 @@ from swapq.errors import UnsupportedError
 from swapq.nn.expert_block import FrozenExpertLinear, expert_block
 from swapq.nn.functional import LinearSpec, TrainableExpertLinear, quantize_weight
 from swapq.nn.gate import Gate
+from swapq.nn.gather import whole
 from swapq.nn.storage import QuantizedStorage
 from swapq.qtensor import QTensor
 
@@ -45,9 +46,13 @@ class SwapqExperts(QuantizedStorage):
         """
         family_gate = _own_gate(module)
         if family_gate is None and not callable(getattr(module, "act_fn", None)):
-            raise UnsupportedError(f"{layout.prefix}: {type(module).__name__} has neither `_apply_gate` nor `act_fn`; its gate is not known")
+            raise UnsupportedError(
+                f"{layout.prefix}: {type(module).__name__} has neither `_apply_gate` nor `act_fn`; its gate is not known"
+            )
         if layout.interleaved and family_gate is None:
-            raise UnsupportedError(f"{layout.prefix}: gate and up are interleaved, but {type(module).__name__} has no gate of its own")
+            raise UnsupportedError(
+                f"{layout.prefix}: gate and up are interleaved, but {type(module).__name__} has no gate of its own"
+            )
         module.__class__ = cls
         self = cast(SwapqExperts, module)
         self.swapq_layout, self.family_gate, self.trainable = layout, family_gate, True
@@ -72,7 +77,8 @@ class SwapqExperts(QuantizedStorage):
         if not self.trainable:
             return self._stored(name)
         return self._frozen_or(
-            name, lambda: quantize_weight(getattr(self, name), self.spec.weights, transposed=self.spec.transposed)
+            name,
+            lambda: quantize_weight(whole(getattr(self, name)), self.spec.weights, transposed=self.spec.transposed),
         )
 
     def freeze(self) -> None:

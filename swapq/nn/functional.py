@@ -68,7 +68,14 @@ class _RoutedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, master: Tensor, bias: Tensor | None, routing: Routing, spec: LinearSpec, gather: bool, weight: "_Held"
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        spec: LinearSpec,
+        gather: bool,
+        weight: "_Held",
     ) -> Tensor:
         w = weight.tensor
         rows = row_parts(x, spec.activations, spec.slices)
@@ -162,7 +169,9 @@ class TrainableExpertLinear:
 
     def __init__(self, master: Tensor, bias: Tensor | None, spec: LinearSpec, weight: QTensor | None = None) -> None:
         self.master, self.bias, self.spec = master, bias, spec
-        self.weight = weight if weight is not None else quantize_weight(master, spec.weights, transposed=spec.transposed)
+        self.weight = (
+            weight if weight is not None else quantize_weight(master, spec.weights, transposed=spec.transposed)
+        )
 
     def __call__(self, x: Tensor, routing: Routing, *, gather: bool) -> Tensor:
         return _RoutedLinear.apply(x, self.master, self.bias, routing, self.spec, gather, _Held(self.weight))

@@ -5,11 +5,12 @@ on every device, at every position: vectorized CPU code and its scalar tails, or
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from swapq.errors import UnsupportedError
@@ -20,20 +21,37 @@ Act = Callable[[Tensor], Tensor]
 
 
 @lru_cache(maxsize=64)
-def _table(act: "str | Act", device: torch.device) -> Tensor:
+def _table(act: "_Act", device: torch.device) -> Tensor:
     """``bf16(act(f32(v)))`` for every BF16 ``v``, indexed by its bits plus 32768."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return _function(act)(every.float()).to(torch.bfloat16).to(device)
+        return act.function(every.float()).to(torch.bfloat16).to(device)
 
 
-def _function(act: "str | Act") -> "Act":
-    return ACT2FN[act] if isinstance(act, str) else act
+@dataclass(frozen=True, slots=True)
+class _Act:
+    """An activation that compares by what it computes, so that the layers of a model share one table."""
+
+    key: Any
+    function: Act = field(compare=False)
+
+    @classmethod
+    def of(cls, act: "str | Act") -> "_Act":
+        if isinstance(act, str):
+            return cls(act, ACT2FN[act])
+        if isinstance(act, nn.Module):
+            if any(True for _ in act.parameters()):
+                raise UnsupportedError(f"activation {act!r} has parameters; swapq knows activations without any")
+            options = tuple(
+                sorted((k, repr(v)) for k, v in vars(act).items() if not k.startswith("_") and k != "training")
+            )
+            return cls((type(act), options), act)
+        return cls(act, act)
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, act: "str | Act") -> Tensor:
+    def forward(ctx: Any, x: Tensor, act: _Act) -> Tensor:
         ctx.save_for_backward(x)
         ctx.act = act
         return _table(act, x.device)[x.contiguous().view(torch.int16).to(torch.int32) + 32768]
@@ -43,13 +61,13 @@ class _Activation(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             x = x.detach().requires_grad_()
-            (dx,) = torch.autograd.grad(_function(ctx.act)(x), x, dy)
+            (dx,) = torch.autograd.grad(ctx.act.function(x), x, dy)
         return dx, None
 
 
 def activation(x: Tensor, act: "str | Act") -> Tensor:
     """``bf16(act(f32(x)))`` of BF16 ``x``, any shape. The gradient is autograd's of the activation in BF16."""
-    return _Activation.apply(x, act)
+    return _Activation.apply(x, _Act.of(act))
 
 
 class Gate:
@@ -64,7 +82,9 @@ class Gate:
         UnsupportedError: an unknown activation.
     """
 
-    def __init__(self, act: "str | Act" = "silu", *, gated: bool = True, function: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, act: "str | Act" = "silu", *, gated: bool = True, function: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         if function is None and isinstance(act, str) and act not in ACT2FN:
             raise UnsupportedError(f"activation {act!r} is not known; use one of transformers' activations")
         self.act, self.gated, self.function = act, gated, function

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear
 from swapq.nn.functional import LinearSpec, TrainableExpertLinear
+from swapq.nn.gather import whole
 from swapq.nn.storage import QuantizedStorage
 from swapq.qtensor import QTensor, quantize
 
@@ -42,15 +43,17 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
 
     spec: LinearSpec
     trainable: bool
+    #: name of the weight in a checkpoint
+    hub_name: str
     #: the other half of an expert's gate/up pair, held in a tuple so that it is no submodule
     partner: "tuple[SwapqLinear, ...]"
 
     @classmethod
-    def adopt(cls, module: nn.Linear, spec: LinearSpec) -> "SwapqLinear":
+    def adopt(cls, module: nn.Linear, spec: LinearSpec, hub_name: str) -> "SwapqLinear":
         """Turn ``module`` into a SwapqLinear: same object, same parameters, same hooks."""
         module.__class__ = cls
         self = cast(SwapqLinear, module)
-        self.spec, self.trainable, self.partner = spec, True, ()
+        self.spec, self.trainable, self.partner, self.hub_name = spec, True, (), hub_name
         self._init_storage()
         return self
 
@@ -65,10 +68,10 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
         return {"weight": self._frozen_or("weight", self._quantize)}
 
     def _quantize(self) -> QTensor:
-        w = self.weight.detach().to(torch.bfloat16)
+        w = whole(self.weight.detach()).to(torch.bfloat16)
         amax = None
         if self.partner:
-            both = (w, self.partner[0].weight.detach().to(torch.bfloat16))
+            both = (w, whole(self.partner[0].weight.detach()).to(torch.bfloat16))
             amax = torch.stack([t.abs().amax().float() for t in both]).amax()
         return quantize(w, self.spec.weights, amax=amax)
 
@@ -101,4 +104,3 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
 
 def _stacked(q: QTensor) -> Tensor | None:
     return None if q.global_scale is None else q.global_scale.reshape(1)
-

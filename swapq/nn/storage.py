@@ -63,7 +63,8 @@ class QuantizedStorage(nn.Module):
         if self.frozen is None:
             return make()
         if weight not in self.frozen:
-            self.frozen[weight] = make()
+            with torch.inference_mode(False):  # the same bytes serve a later step that trains
+                self.frozen[weight] = make()
         return self.frozen[weight]
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:

@@ -1,0 +1,65 @@
+"""``swapq.export``: the quantized checkpoint of a live model, which vLLM and transformers open by its config alone."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+from torch import nn
+from transformers import PreTrainedModel
+
+from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
+from swapq.checkpoint.writer import ShardWriter, write_json
+from swapq.errors import CheckpointError, UnsupportedError
+
+__all__ = ["LAYOUTS", "export"]
+
+LAYOUTS = ("swapq",)
+
+
+def export(
+    model: nn.Module, directory: "str | os.PathLike[str]", *, layout: str = "swapq", max_shard_size: "int | str" = "5GB"
+) -> None:
+    """Write the quantized checkpoint of a converted model: config, generation config and safetensors shards.
+
+    Quantized weights are written as codes and scales per expert; everything else keeps its dtype. The config comes last, so a
+    folder without it is one that was not finished. Save the tokenizer beside it with its own ``save_pretrained``.
+
+    Args:
+        model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
+        directory: made if missing; an earlier export in it is replaced.
+        layout: ``"swapq"``.
+        max_shard_size: bytes, or a string such as ``"5GB"``.
+
+    Raises:
+        UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
+        FormatError: a master that is not finite, by name.
+        CheckpointError: the directory is a file.
+    """
+    if layout not in LAYOUTS:
+        raise UnsupportedError(f"layout {layout!r} is not one that swapq writes; choose one of {', '.join(LAYOUTS)}")
+    root, folder = base_model(model), Path(directory)
+    if not isinstance(root, PreTrainedModel):
+        raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
+    described = quantization_config(root)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name a directory to export to")
+    (folder / "config.json").unlink(missing_ok=True)
+    with ShardWriter(folder, max_shard_size) as writer:
+        tensors: Any = checkpoint_tensors(root)
+        for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
+            writer.add(name, tensor)
+    if root.can_generate() and root.generation_config is not None:
+        root.generation_config.save_pretrained(folder)
+    config = copy.deepcopy(root.config)
+    config.architectures = [type(root).__name__.removeprefix("FSDP")]
+    config.dtype = str(root.dtype).removeprefix("torch.")
+    content = config.to_diff_dict()
+    content["quantization_config"] = described
+    write_json(folder / "config.json", content)
+
+
+def _small(model: nn.Module) -> bool:
+    """Whether writing takes too short a time for a progress bar."""
+    return sum(p.numel() for p in model.parameters()) < 200_000_000

@@ -1,0 +1,166 @@
+"""The tensors of a converted model under their checkpoint names. Export, sync, digest and save all read this one list.
+
+Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; every tensor is detached and every quantized one is fresh.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+
+from swapq.convert import is_converted, plan_of, swapped_modules
+from swapq.errors import UnsupportedError
+from swapq.headers import read_folder
+from swapq.nn.experts import SwapqExperts
+from swapq.nn.gather import whole
+from swapq.nn.linear import SwapqLinear
+from swapq.nn.storage import QuantizedStorage, part_names
+from swapq.qtensor import QTensor, require_finite
+
+__all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model inside DDP, FSDP1 and ``torch.compile`` wrappers.
+
+    Raises:
+        UnsupportedError: a PEFT model, whose adapters would be left out.
+    """
+    while True:
+        if hasattr(model, "peft_config") and hasattr(model, "base_model") and not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(
+                "the model carries PEFT adapters, which a checkpoint of the base would leave out; merge them first"
+            )
+        inner = getattr(model, "_orig_mod", None) or (
+            getattr(model, "module", None) if not isinstance(model, PreTrainedModel) else None
+        )
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _expert_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
+    """Codes and scales of each expert in the order gate, up, down."""
+    layout = module.swapq_layout
+    if layout.interleaved:
+        raise UnsupportedError(
+            f"{layout.prefix}: no engine reads per-expert tensors of a family with interleaved gate and up; train it and keep the "
+            "masters with save_pretrained, but do not export it"
+        )
+    q = module.quantized()
+    first, down = q[module.up_name], q[module.down_name]
+    halves = (
+        [("gate", slice(layout.intermediate)), ("up", slice(layout.intermediate, None))]
+        if layout.gated
+        else [("up", slice(None))]
+    )
+    for expert in range(layout.num_experts):
+        for projection, rows in halves:
+            yield from _stored(layout.hub_weight(expert, projection), first, expert, rows)
+        yield from _stored(layout.hub_weight(expert, "down"), down, expert, slice(None))
+
+
+def _stored(weight: str, q: QTensor, expert: int, rows: slice) -> Iterator[tuple[str, Tensor]]:
+    for part, tensor in q.named_parts().items():
+        yield part_name(weight, q, part), tensor[expert] if part == "global_scale" else tensor[expert, rows]
+
+
+def part_name(weight: str, q: QTensor, part: str) -> str:
+    """Checkpoint name of one part of the weight called ``weight``: only its last dotted part changes."""
+    return f"{weight.rpartition('.')[0]}.{q.spec.suffixes[part]}"
+
+
+def _module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint name -> tensor of one swapped module's weights. Biases come with the rest."""
+    if isinstance(module, SwapqExperts):
+        yield from _expert_tensors(module)
+    elif isinstance(module, SwapqLinear):
+        q = module.quantized()["weight"]
+        for part, tensor in q.named_parts().items():
+            yield part_name(module.hub_name, q, part), tensor
+
+
+def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """``(checkpoint name, tensor)`` of every tensor of ``model``, layer by layer in natural order.
+
+    Quantized weights come as codes and scales, per expert; everything else as it is, under the name it has on the Hub. Sharded
+    parameters are gathered, so every rank must exhaust this.
+
+    Args:
+        check: refuse masters that are not finite.
+
+    Raises:
+        FormatError: a master that is not finite, by name.
+        UnsupportedError: a family without per-expert tensors, or PEFT adapters.
+    """
+    root = base_model(model)
+    units: list[tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]] = []
+    taken: set[str] = set()
+    for prefix, module in root.named_modules():
+        if not isinstance(module, QuantizedStorage):
+            continue
+        weights = (module.up_name, module.down_name) if isinstance(module, SwapqExperts) else ("weight",)
+        for weight in weights:
+            taken.update(f"{prefix}.{name}" for name in part_names(weight).values())
+            if check and module.trainable:  # type: ignore[attr-defined]
+                require_finite(whole(getattr(module, weight).detach()), f"{prefix}.{weight}")
+        units.append((prefix, lambda module=module: _module_tensors(module)))  # type: ignore[misc]
+    for name, tensor in _rest(root, taken).items():
+        units.append((name, lambda name=name, tensor=tensor: iter([(name, tensor.detach())])))  # type: ignore[misc]
+    for _, produce in sorted(units, key=lambda unit: dot_natural_key(unit[0])):
+        with torch.no_grad():
+            yield from produce()
+
+
+def _rest(root: nn.Module, taken: set[str]) -> dict[str, Tensor]:
+    """What no swapped module holds, under Hub names, without tied copies."""
+    state = {name: whole(t) for name, t in root.state_dict().items() if name not in taken}
+    tied = getattr(root, "all_tied_weights_keys", None) or {}
+    ignored = getattr(root, "_keys_to_ignore_on_save", None) or ()
+    state = {name: t for name, t in state.items() if name not in tied and name not in ignored}
+    return revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state
+
+
+def quantized_names(model: nn.Module) -> dict[str, list[str]]:
+    """Format -> exact checkpoint names of the weights held in it, in natural order."""
+    names: dict[str, list[str]] = {}
+    for module in swapped_modules(base_model(model)):
+        if isinstance(module, SwapqExperts):
+            layout = module.swapq_layout
+            projections = ("gate", "up", "down") if layout.gated else ("up", "down")
+            mine = [layout.hub_weight(e, p) for e in range(layout.num_experts) for p in projections]
+        else:
+            mine = [module.hub_name]  # type: ignore[attr-defined]
+        names.setdefault(module.spec.weights, []).extend(mine)  # type: ignore[attr-defined]
+    return {fmt: sorted(found, key=dot_natural_key) for fmt, found in sorted(names.items())}
+
+
+def quantization_config(model: nn.Module) -> dict[str, Any]:
+    """``config.json: quantization_config`` of a converted model: the recipe and the exact list of quantized weights."""
+    return {
+        "quant_method": "swapq",
+        "version": 1,
+        "layout": "swapq",
+        "recipe": plan_of(model).recipe.to_dict(),
+        "quantized": quantized_names(model),
+    }
+
+
+def named_tensors(source: "nn.Module | str | os.PathLike[str]") -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint name and tensor of a model, converted or not, or of a checkpoint folder."""
+    if isinstance(source, nn.Module):
+        if is_converted(source):
+            yield from checkpoint_tensors(source)
+        else:
+            yield from _rest(base_model(source), set()).items()
+        return
+    folder = read_folder(source)
+    for shard in folder.files:
+        with safe_open(folder.path / shard, framework="pt") as file:
+            for name in sorted(file.keys(), key=dot_natural_key):
+                yield name, file.get_tensor(name)

@@ -1,0 +1,108 @@
+"""Shards written whole or not at all: a temporary beside the target, fsync, the umask's mode, then a rename."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from huggingface_hub.serialization._base import parse_size_to_int
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swapq.errors import CheckpointError
+
+__all__ = ["ShardWriter", "write_json"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` to ``path``, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _publish(temporary, path)
+
+
+class ShardWriter:
+    """Collects tensors, writes shards of at most ``max_shard_size`` and, at the end, the index. A context manager.
+
+    Nothing in the folder looks like a checkpoint before the block has ended without an error; temporaries are removed if it has not.
+
+    Raises:
+        CheckpointError: a name given twice.
+    """
+
+    def __init__(self, directory: Path, max_shard_size: "int | str") -> None:
+        self.directory = directory
+        self.limit = max_shard_size if isinstance(max_shard_size, int) else parse_size_to_int(max_shard_size)
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = self.total_bytes = 0
+        self.shards: list[tuple[Path, list[str]]] = []
+        self.names: set[str] = set()
+
+    def __enter__(self) -> "ShardWriter":
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor; it is copied to contiguous CPU memory of its own."""
+        if name in self.names:
+            raise CheckpointError(f"{name}: given twice; a checkpoint holds each name once")
+        self.names.add(name)
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.pending_bytes + size > self.limit:
+            self._flush()
+        self.pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.pending_bytes += size
+        self.total_bytes += size
+
+    def _flush(self) -> None:
+        temporary = self.directory / f".shard-{len(self.shards):05d}.{secrets.token_hex(4)}.tmp"
+        self.shards.append((temporary, list(self.pending)))
+        save_file(self.pending, temporary, metadata={"format": "pt"})
+        self.pending, self.pending_bytes = {}, 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            try:
+                if self.pending or not self.shards:
+                    self._flush()
+                self._finish()
+            finally:
+                self._clean()
+        else:
+            self._clean()
+
+    def _clean(self) -> None:
+        for temporary, _ in self.shards:
+            temporary.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        count = len(self.shards)
+        named = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        for old in self.directory.glob("model*.safetensors*"):
+            if old.name not in named:
+                old.unlink()
+        weight_map: dict[str, str] = {}
+        for (temporary, names), file in zip(self.shards, named, strict=True):
+            _publish(temporary, self.directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        if count > 1:
+            write_json(
+                self.directory / _INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            )
