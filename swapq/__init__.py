@@ -1,8 +1,26 @@
 """Low-precision reinforcement learning of MoE language models: one recipe, one numeric contract, the same bytes on both sides."""
 
 from swapq._version import __version__
+from swapq.checkpoint.export import export
+from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
 from swapq.errors import SwapqError
+from swapq.plan import Plan, plan
 from swapq.qtensor import QTensor, quantize
+from swapq.recipe import Recipe
 
-__all__ = ["QTensor", "SwapqError", "__version__", "digest", "quantize"]
+__all__ = [
+    "Plan",
+    "QTensor",
+    "Recipe",
+    "SwapqError",
+    "__version__",
+    "convert",
+    "digest",
+    "export",
+    "frozen_weights",
+    "is_converted",
+    "plan",
+    "quantize",
+    "recipe_of",
+]

@@ -80,4 +80,4 @@ class Routing:
     def scatter(self, rows: Tensor) -> Tensor:
         """``[R, N] -> [T, k, N]``, zeros where a slot's expert is not here. Differentiable."""
         out = rows.new_zeros(self.num_tokens * self.top_k, rows.shape[-1])
-        return out.index_copy(0, self.slots, rows).view(self.num_tokens, self.top_k, -1)
+        return out.index_copy(0, self.slots, rows).view(self.num_tokens, self.top_k, rows.shape[-1])
