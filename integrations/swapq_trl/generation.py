@@ -1,0 +1,241 @@
+"""TRL's vLLM backend with an engine that starts from the trainer's own bytes and is updated by verified syncs."""
+
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration as _VLLMGeneration
+from trl.generation.vllm_generation import empty_cache
+from trl.trainer.utils import ensure_master_addr_port
+
+from swapq.checkpoint.export import export
+from swapq.convert import is_converted
+from swapq.errors import SyncError, UnsupportedError
+from swapq_trl.adapters import Merge, check_adapters, merged
+from swapq_trl.report import SyncReport
+from swapq_trl.selftest import Scores, fixed_scores, require_equal
+from swapq_trl.sending import NamedTensors, plain_model, sent_tensors, with_digests
+
+__all__ = ["VLLMGeneration"]
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMGeneration(_VLLMGeneration):
+    """TRL's `VLLMGeneration` whose engine provably serves the trainer's policy.
+
+    - Colocate mode builds the engine from an export of the converted model, and updates it as one transaction.
+    - Server mode streams codes and scales under checkpoint names.
+    - The first sync is a self-test: the same weights sent again must give the same log-probabilities.
+    - After a sync that failed nothing is generated: the engine may hold half an update.
+
+    Args:
+        approximate_lora: allow LoRA on linears that the recipe quantizes; see `docs/trl.md`.
+
+    The other arguments are TRL's.
+    """
+
+    def __init__(self, model: Any, accelerator: Any, *args: Any, approximate_lora: bool = False, **kwargs: Any) -> None:
+        self.last_report: SyncReport | None = None
+        self.last_logprobs: list[list[float]] | None = None
+        self._reports: list[SyncReport] = []
+        self._failed: str | None = None
+        self._tested = False
+        self._start: tuple[Scores, dict[str, str]] | None = None
+        if is_converted(model):
+            check_adapters(model, approximate=approximate_lora, sharded=_is_sharded(accelerator))
+        super().__init__(model, accelerator, *args, **kwargs)
+
+    # Building the engine
+
+    def _init_vllm(self) -> None:
+        if self.mode != "colocate":
+            super()._init_vllm()
+            return
+        if self.accelerator.num_processes % self.tensor_parallel_size != 0:
+            raise UnsupportedError(
+                f"vllm_tensor_parallel_size: {self.tensor_parallel_size} does not divide the number of processes, "
+                f"{self.accelerator.num_processes}"
+            )
+        if self.tensor_parallel_size > 1:
+            size = self.tensor_parallel_size
+            groups = [list(range(start, start + size)) for start in range(0, self.accelerator.num_processes, size)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        # vLLM's external launcher reads its place in the world from the environment
+        os.environ["RANK"] = str(self.accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(self.accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
+        ensure_master_addr_port()
+        with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
+            self.llm = self._build_engine(self._engine_source(Path(folder)))
+            from swapq_vllm.receiver import served_digests
+
+            # read while the folder exists: the engine looks its tensors' names up there
+            self._start = (fixed_scores(self.llm), served_digests(self.llm))
+            self.accelerator.wait_for_everyone()
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        # the main process loads weights alone in some launchers; without this, others run into their next collective
+        self.accelerator.wait_for_everyone()
+
+    def _engine_source(self, folder: Path) -> str:
+        """What the engine is built from: an export of the converted model, or what TRL would use."""
+        name = getattr(plain_model(self.model), "name_or_path", "")
+        if not is_converted(self.model) and name:
+            return name
+        shared = [str(folder)]
+        broadcast_object_list(shared, from_process=0)
+        if self.accelerator.is_main_process:
+            with merged(self.model) as model:
+                if is_converted(model):
+                    export(model, folder)
+                else:
+                    model.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+        self.accelerator.wait_for_everyone()
+        if not (Path(shared[0]) / "config.json").is_file():
+            raise UnsupportedError(
+                f"{shared[0]}: the main process wrote the engine's weights there, but process "
+                f"{self.accelerator.process_index} cannot see them; set TMPDIR to a folder that all nodes share"
+            )
+        return shared[0]
+
+    def _build_engine(self, source: str) -> Any:
+        from vllm import LLM
+
+        return LLM(
+            model=source,
+            # a converted model computes in BF16 whatever the dtype of its masters
+            dtype="bfloat16" if is_converted(self.model) else "auto",
+            tensor_parallel_size=self.tensor_parallel_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_model_len=self.max_model_length,
+            max_num_seqs=self.max_num_seqs,
+            enable_sleep_mode=self.enable_sleep_mode,
+            model_impl=self.model_impl,
+            distributed_executor_backend="external_launcher",
+            seed=self.accelerator.process_index // self.tensor_parallel_size,
+            max_num_batched_tokens=4096,  # TRL's value: vLLM's profiler is misled by the higher default
+            logprobs_mode="processed_logprobs",  # of the policy that samples, after temperature and top-p
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    # Syncing
+
+    def _iter_named_params(self) -> NamedTensors:
+        """Name and tensor of everything the engine must hold. Every process must walk it to its end."""
+        return self._tensors(None)
+
+    def _tensors(self, merge: Merge | None) -> NamedTensors:
+        flattened = super()._iter_named_params if self._dist.is_zero3 or self._dist.fsdp_version == 1 else None
+        return sent_tensors(self.model, self._engine_dtype(), flattened=flattened, merge=merge)
+
+    def _engine_dtype(self) -> torch.dtype:
+        if self.mode == "colocate":
+            return _torch_dtype(self.llm.llm_engine.model_config.dtype)
+        return torch.bfloat16 if is_converted(self.model) else _torch_dtype(self.model.config.dtype)
+
+    def sync_weights(self) -> SyncReport:
+        """Send the model's weights to the engine as one verified update.
+
+        Raises:
+            SyncError: the engine does not hold exactly the weights that were sent. Nothing can be generated afterwards.
+        """
+        self._failed = "a weight sync did not finish"
+        try:
+            report = self._send_to_server() if self.mode == "server" else self._send_to_engine()
+        except Exception as error:
+            self._failed = str(error)
+            raise
+        self._failed = None
+        self.last_report = report
+        self._reports.append(report)
+        return report
+
+    def take_reports(self) -> list[SyncReport]:
+        """The reports of the syncs since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _send_to_engine(self) -> SyncReport:
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        report, digests = self._update()
+        if not self._tested:
+            self._self_test(digests)
+            self._tested = True
+        return report
+
+    def _update(self) -> tuple[SyncReport, dict[str, str]]:
+        """One transaction, and the digests of what was sent."""
+        from swapq_vllm.receiver import apply_update
+
+        start = time.perf_counter()
+        merge, digests = Merge(), dict[str, str]()
+        done = apply_update(self.llm, with_digests(self._tensors(merge), digests), digests)
+        seconds = time.perf_counter() - start
+        if merge.changed_fraction is not None:
+            logger.warning(
+                "the adapters change %.2f %% of the codes of the quantized linears they adapt; the rest of their effect "
+                "is not served",
+                100 * merge.changed_fraction,
+            )
+        return SyncReport(seconds, done.bytes, done.tensors, done.verified, merge.changed_fraction), digests
+
+    def _self_test(self, digests: dict[str, str]) -> None:
+        """What was sent again must not change the engine, and neither the first update if it is what the engine started with."""
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        scores = fixed_scores(self.llm)
+        if self._start is not None:
+            start_scores, start_digests = self._start
+            self._start = None
+            if start_digests and all(digests.get(name) == value for name, value in start_digests.items()):
+                require_equal(start_scores, scores, "the weights the engine was built from were sent to it")
+        self._update()
+        require_equal(scores, fixed_scores(self.llm), "the same weights were sent twice")
+
+    def _send_to_server(self) -> SyncReport:
+        start = time.perf_counter()
+        super().sync_weights()
+        metadata: Any = self._weight_metadata  # TRL's list of (name, dtype, shape), the same at every sync
+        sizes = [_torch_dtype(dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape in metadata]
+        return SyncReport(time.perf_counter() - start, sum(sizes), len(sizes), 0)
+
+    # Generating
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """Generate as TRL does; refused while the engine's weights are not known to be the trainer's."""
+        if self._failed is not None:
+            raise SyncError(f"nothing is generated, the engine's weights are not the trainer's: {self._failed}")
+        result = super().generate(*args, **kwargs)
+        logprobs = result[2]
+        self.last_logprobs = (
+            None if logprobs is None else [[_number(token[0]) for token in sequence] for sequence in logprobs]
+        )
+        return result
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    """A dtype given as one, by name, or not at all (bfloat16)."""
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "bfloat16")
+
+
+def _number(value: float | None) -> float:
+    """vLLM's missing log-probabilities arrive as None."""
+    return float("nan") if value is None else value
+
+
+def _is_sharded(accelerator: Any) -> bool:
+    """Whether parameters will be sharded by FSDP or ZeRO-3."""
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    zero3 = deepspeed is not None and deepspeed.zero_stage == 3
+    return zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None

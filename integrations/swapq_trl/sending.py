@@ -1,0 +1,82 @@
+"""The sending end of the weight sync: a model's tensors, under checkpoint names, as the engine's checkpoint holds them.
+
+Every tensor is fresh storage, never a view of a parameter: an engine may read it after the optimizer has moved on.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from swapq.checkpoint.tensors import checkpoint_tensors
+from swapq.convert import is_converted
+from swapq.digest import tensor_digest
+from swapq.errors import UnsupportedError
+from swapq_trl.adapters import Merge, is_adapted, merged
+
+__all__ = ["NamedTensors", "plain_model", "sent_tensors", "with_digests"]
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+def plain_model(model: Any) -> Any:
+    """The transformers model inside PEFT's wrapper, or the model itself."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def sent_tensors(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    flattened: Callable[[], NamedTensors] | None = None,
+    merge: Merge | None = None,
+) -> NamedTensors:
+    """Checkpoint name and fresh tensor of everything the engine must hold, the same names, dtypes and shapes every time.
+
+    Args:
+        model: the trainer's model; converted by `swapq.convert` or not, wrapped by PEFT or not, sharded by FSDP2 or not.
+        dtype: what the engine keeps unquantized weights in. Float32 masters are sent in it, at half the bytes.
+        flattened: an iterator over whole parameters, where the model's own are flattened or partitioned (FSDP1, ZeRO-3).
+        merge: filled with what merging an adapter found out.
+
+    Raises:
+        UnsupportedError: a converted model whose parameters are flattened or partitioned.
+    """
+    if flattened is not None:
+        if is_converted(model):
+            raise UnsupportedError(
+                "the parameters of a converted model are flattened or partitioned (FSDP1, ZeRO-3), so its codes cannot "
+                "be computed; use FSDP2 (`fsdp_version: 2` in the Accelerate configuration) or DDP"
+            )
+        parameters = {name: _fresh(name, parameter, dtype, ()) for name, parameter in flattened()}
+        yield from revert_weight_conversion(plain_model(model), parameters).items()
+        return
+    with merged(model, merge) as plain:
+        kept = _kept_in_float32(plain)
+        for name, tensor in checkpoint_tensors(plain):
+            yield name, _fresh(name, tensor, dtype, kept)
+
+
+def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors:
+    """`tensors` unchanged; fills `digests` under their names as they pass."""
+    for name, tensor in tensors:
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
+def _fresh(name: str, tensor: torch.Tensor, dtype: torch.dtype, kept: tuple[str, ...]) -> torch.Tensor:
+    """A copy that shares no storage with the model; float32 weights in the engine's dtype, except those kept in float32."""
+    lower = (
+        tensor.dtype == torch.float32 and not name.endswith("_scale_2") and not any(part in name for part in kept)
+    )
+    return tensor.detach().to(dtype if lower else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _kept_in_float32(model: nn.Module) -> tuple[str, ...]:
+    """Parts of names that the model's class keeps in float32, routers' correction biases for example."""
+    names: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        names.update(getattr(model, attribute, None) or ())
+    return tuple(sorted(names))
