@@ -23,7 +23,7 @@ from swapq.plan_rules import Decision, Verdict, decide
 from swapq.recipe import Recipe
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import RenderableType
 
 __all__ = ["Plan", "PlanEntry", "plan"]
 
@@ -90,8 +90,16 @@ class Plan:
         self.anatomy = anatomy
         self.tp = tp
         self.ep = ep
-        self.entries = tuple(_entry(info, d, anatomy) for info, d in zip(anatomy.tensors, verdict.decisions, strict=True))
+        self.entries = tuple(
+            _entry(info, d, anatomy) for info, d in zip(anatomy.tensors, verdict.decisions, strict=True)
+        )
         self._verdict = verdict
+
+    def __copy__(self) -> "Plan":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Plan":
+        return self  # nothing in a plan changes, and a converted model that is copied carries the same plan
 
     def __iter__(self) -> Iterator[PlanEntry]:
         return iter(self.entries)
@@ -139,7 +147,9 @@ class Plan:
         split: dict[str, dict[str, dict[str, int]]] = {}
         exceptions: dict[tuple[str, str], int] = {}
         for entry in self:
-            row = split.setdefault(entry.role.value, {}).setdefault(entry.format, dict.fromkeys(("tensors", "parameters", "bytes_before", "bytes_after"), 0))
+            row = split.setdefault(entry.role.value, {}).setdefault(
+                entry.format, dict.fromkeys(("tensors", "parameters", "bytes_before", "bytes_after"), 0)
+            )
             row["tensors"] += 1
             row["parameters"] += 0 if entry.format == "dropped" else math.prod(entry.shape)
             row["bytes_before"] += entry.bytes_before
@@ -175,7 +185,7 @@ class Plan:
         """Recipe, totals and every entry as plain JSON values."""
         return {"recipe": self.recipe.to_dict(), "summary": self.summary(), "entries": [e.to_dict() for e in self]}
 
-    def __rich__(self) -> "Group":
+    def __rich__(self) -> "RenderableType":
         from swapq.plan_table import table
 
         return table(self)
@@ -234,7 +244,9 @@ def _entry(info: TensorInfo, decision: Decision, anatomy: Anatomy) -> PlanEntry:
     else:
         tensors = anatomy.hub_weights(info)
         after = sum(_stored_bytes(decision.format, _matrix(info, anatomy)) for _ in tensors)
-    return PlanEntry(info.name, info.role, decision.format, decision.reason, info.shape, info.dtype, before, after, tensors)
+    return PlanEntry(
+        info.name, info.role, decision.format, decision.reason, info.shape, info.dtype, before, after, tensors
+    )
 
 
 def _matrix(info: TensorInfo, anatomy: Anatomy) -> tuple[int, int]:

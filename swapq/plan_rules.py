@@ -73,12 +73,14 @@ def _decide(info: TensorInfo, recipe: Recipe, anatomy: Anatomy, pattern: str, la
         return Decision("bf16", UNTOUCHED[info.note])
     if info.role in NEVER_QUANTIZED:
         what = info.note or info.role.value
-        return Decision("bf16", f"{what}: never quantized" if info.role is not Role.other else "role other: no recipe reaches it")
+        return Decision(
+            "bf16", f"{what}: never quantized" if info.role is not Role.other else "role other: no recipe reaches it"
+        )
     if not info.linear:
         return Decision("bf16", info.note or ("no linear weight" if len(info.shape) > 1 else "vector"))
     fmt = recipe.format_of(info.role)
     if fmt == "bf16":
-        return Decision("bf16", f"{info.role.value} stay BF16 in this recipe")
+        return Decision("bf16", f"{info.role.value} stay BF16 in {recipe.name}")
     if pattern:
         return Decision("bf16", f"keep_bf16 pattern {pattern!r}")
     if info.layer is not None and info.layer in layers:
@@ -96,22 +98,28 @@ def _check_source(anatomy: Anatomy) -> None:
                 raise PlanError(f"{info.name} is {info.dtype}; weights are read as bfloat16, float16 or float32")
         return
     if quantization.method == "swapq":
-        raise PlanError(f"{quantization.where}: this {anatomy.source} is already converted by swapq; start from its BF16 source")
+        raise PlanError(
+            f"{quantization.where}: this {anatomy.source} is already converted by swapq; start from its BF16 source"
+        )
     if not quantization.stored:
         raise PlanError(
-            f"{quantization.where} says quant_method {quantization.method!r}, and every weight in the files is stored unquantized; remove the "
-            "stale entry, or download the right files"
+            f"{quantization.where} says quant_method {quantization.method!r}, and every weight in the files is stored unquantized; "
+            "remove the stale entry, or download the right files"
         )
     if quantization.method == "undeclared":
-        raise PlanError(f"{quantization.where}: low-precision weights and no quantization_config that explains them; nobody knows their values")
+        raise PlanError(
+            f"{quantization.where}: low-precision weights and no quantization_config that explains them; nobody knows their values"
+        )
     if not quantization.is_block_fp8:
         raise PlanError(
-            f"{quantization.where}: the {anatomy.source} is already quantized (quant_method {quantization.method!r}); quantizing twice adds two errors: "
-            "start from the BF16 weights (block-FP8 with weight_block_size is the one quantized source that is read)"
+            f"{quantization.where}: the {anatomy.source} is already quantized (quant_method {quantization.method!r}); start from the "
+            "BF16 weights (block-FP8 with weight_block_size is the one quantized source that is read)"
         )
     for info in anatomy.tensors:
         if info.linear and info.dtype not in (*_SOURCES, torch.float8_e4m3fn):
-            raise PlanError(f"{info.name} is {info.dtype}, in a block-FP8 source: expected float8_e4m3fn or an unquantized dtype")
+            raise PlanError(
+                f"{info.name} is {info.dtype}, in a block-FP8 source: expected float8_e4m3fn or an unquantized dtype"
+            )
 
 
 def _layer_counts(anatomy: Anatomy, recipe: Recipe) -> tuple[int, int]:
@@ -120,15 +128,21 @@ def _layer_counts(anatomy: Anatomy, recipe: Recipe) -> tuple[int, int]:
     last = Recipe.layer_count(recipe.last_layers_bf16, total)
     if first + last > total:
         raise PlanError(
-            f"first_layers_bf16 = {recipe.first_layers_bf16} and last_layers_bf16 = {recipe.last_layers_bf16} keep {first} + {last} layers, the model has {total}"
+            f"first_layers_bf16 = {recipe.first_layers_bf16} and last_layers_bf16 = {recipe.last_layers_bf16} keep {first} + {last} "
+            f"layers in BF16; the model has {total}"
         )
     return first, last
 
 
 def _kept_layers(anatomy: Anatomy, recipe: Recipe, first: int, last: int) -> dict[int, str]:
     total = anatomy.num_layers
-    reasons = {i: f"first {first} of {total} layers (first_layers_bf16 = {recipe.first_layers_bf16})" for i in range(first)}
-    return reasons | {i: f"last {last} of {total} layers (last_layers_bf16 = {recipe.last_layers_bf16})" for i in range(total - last, total)}
+    reasons = {
+        i: f"first {first} of {total} layers (first_layers_bf16 = {recipe.first_layers_bf16})" for i in range(first)
+    }
+    return reasons | {
+        i: f"last {last} of {total} layers (last_layers_bf16 = {recipe.last_layers_bf16})"
+        for i in range(total - last, total)
+    }
 
 
 def _spellings(anatomy: Anatomy, info: TensorInfo, layout: ExpertsLayout | None) -> set[str]:
@@ -145,7 +159,9 @@ def _pattern_hits(anatomy: Anatomy, recipe: Recipe) -> dict[str, str]:
     """Source name -> the first pattern that keeps it."""
     if not recipe.keep_bf16:
         return {}
-    patterns = [(p, re.compile(rf"(?:^|\.){re.escape(p).replace(re.escape('*'), '[^.]*')}(?:\.|$)")) for p in recipe.keep_bf16]
+    patterns = [
+        (p, re.compile(rf"(?:^|\.){re.escape(p).replace(re.escape('*'), '[^.]*')}(?:\.|$)")) for p in recipe.keep_bf16
+    ]
     unused, kept, seen = dict.fromkeys(recipe.keep_bf16), {}, set[str]()
     for info in anatomy.tensors:
         layout = anatomy.layout_of(info)
@@ -158,12 +174,16 @@ def _pattern_hits(anatomy: Anatomy, recipe: Recipe) -> dict[str, str]:
             kept.setdefault(info.name, pattern)
     if unused:
         pattern = next(iter(unused))
-        raise PlanError(f"keep_bf16 pattern {pattern!r} matches no tensor of this {anatomy.source}{_nearest(pattern, seen)}")
+        raise PlanError(
+            f"keep_bf16 pattern {pattern!r} matches no tensor of this {anatomy.source}{_nearest(pattern, seen)}"
+        )
     _check_stacks(anatomy, recipe, kept)
     return kept
 
 
-def _matches_stack(anatomy: Anatomy, info: TensorInfo, layout: ExpertsLayout | None, pattern: str, regex: re.Pattern[str]) -> bool:
+def _matches_stack(
+    anatomy: Anatomy, info: TensorInfo, layout: ExpertsLayout | None, pattern: str, regex: re.Pattern[str]
+) -> bool:
     if layout is None or info.expert is None or not info.expert.fused or not info.linear:
         return False
     names = anatomy.hub_weights(info)
@@ -171,8 +191,8 @@ def _matches_stack(anatomy: Anatomy, info: TensorInfo, layout: ExpertsLayout | N
     if hits and len(hits) < len(names):
         other = next(name for name in names if name not in set(hits))
         raise PlanError(
-            f"keep_bf16 pattern {pattern!r} keeps {hits[0]} and not {other}; both are parts of {info.name}, and one layer's experts are one "
-            f"stacked tensor with one format: keep {layout.prefix!r} as a whole"
+            f"keep_bf16 pattern {pattern!r} keeps {hits[0]} and not {other}; both are parts of {info.name}, and one layer's experts "
+            f"are one stacked tensor with one format: keep {layout.prefix!r} as a whole"
         )
     return bool(hits)
 
@@ -188,8 +208,8 @@ def _check_stacks(anatomy: Anatomy, recipe: Recipe, kept: dict[str, str]) -> Non
     for prefix, (quantized, bf16) in split.items():
         if quantized and bf16:
             raise PlanError(
-                f"keep_bf16 pattern {kept[bf16[0]]!r} keeps {bf16[0]} and not {quantized[0]}; experts of one layer are stacked into one tensor for gate "
-                f"and up and one for down, all of one format: keep {prefix!r} as a whole"
+                f"keep_bf16 pattern {kept[bf16[0]]!r} keeps {bf16[0]} and not {quantized[0]}; the experts of one layer are one module "
+                f"with one format: keep {prefix!r} as a whole"
             )
 
 
@@ -219,14 +239,21 @@ def _skip_small(anatomy: Anatomy, verdict: Verdict) -> None:
         if rows < MIN_ROWS:
             for i in members:
                 if verdict.decisions[i].format not in ("bf16", "dropped"):
-                    verdict.decisions[i] = Decision("bf16", f"only {rows} output rows, fewer than {MIN_ROWS}: nothing to gain")
+                    verdict.decisions[i] = Decision(
+                        "bf16", f"only {rows} output rows, fewer than {MIN_ROWS}: nothing to gain"
+                    )
 
 
 def _check_groups(anatomy: Anatomy, verdict: Verdict) -> None:
     for members in _groups(anatomy).values():
         if len({verdict.decisions[i].format for i in members}) > 1:
-            said = "; ".join(f"{anatomy.tensors[i].name} {verdict.decisions[i].format} ({verdict.decisions[i].reason})" for i in members)
-            raise PlanError(f"an engine builds these as one layer, so they need one format: {said}; keep all of them in BF16 or none")
+            said = "; ".join(
+                f"{anatomy.tensors[i].name} {verdict.decisions[i].format} ({verdict.decisions[i].reason})"
+                for i in members
+            )
+            raise PlanError(
+                f"an engine builds these as one layer, so they need one format: {said}; keep all of them in BF16 or none"
+            )
 
 
 def _check_lengths(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: int) -> None:
@@ -263,9 +290,18 @@ def _expert_lengths(layout: ExpertsLayout, fmt: str, recipe: Recipe, tp: int) ->
     alone = list(_cut(down, layout.intermediate, 1, fmt, "", advice))
     yield from alone
     if not alone:
-        yield from _cut(down, layout.intermediate, tp, fmt, f"tp = {tp}", "use a smaller tp, or expert parallelism (ep)")
+        yield from _cut(
+            down, layout.intermediate, tp, fmt, f"tp = {tp}", "use a smaller tp, or expert parallelism (ep)"
+        )
         if recipe.expert_tp != tp:
-            yield from _cut(down, layout.intermediate, recipe.expert_tp, fmt, f"expert_tp = {recipe.expert_tp}", "use a smaller expert_tp")
+            yield from _cut(
+                down,
+                layout.intermediate,
+                recipe.expert_tp,
+                fmt,
+                f"expert_tp = {recipe.expert_tp}",
+                "use a smaller expert_tp",
+            )
     yield from _rows(down, layout.hidden, fmt, recipe, advice)
 
 
@@ -282,8 +318,8 @@ def _rows(name: str, rows: int, fmt: str, recipe: Recipe, advice: str) -> Iterab
     block = formats.get(fmt).block
     if recipe.backward == "low_precision" and rows % block:
         yield (
-            f"{name}: {rows} output rows are not a multiple of the {fmt} block of {block}, along which backward 'low_precision' quantizes; choose another "
-            f"backward, or {advice}"
+            f"{name}: {rows} output rows are not a multiple of the {fmt} block of {block}, along which backward 'low_precision' "
+            f"quantizes; choose another backward, or {advice}"
         )
 
 
@@ -294,10 +330,14 @@ def _check_any(anatomy: Anatomy, recipe: Recipe, verdict: Verdict) -> None:
     eligible = [i for i, t in enumerate(anatomy.tensors) if t.linear and recipe.format_of(t.role) != "bf16"]
     if not eligible:
         what = "no expert" if set(recipe.weights) == {Role.routed_experts.value} else "no tensor"
-        raise PlanError(f"recipe {recipe.name!r} quantizes {roles} and matched {what} in this {anatomy.family} {anatomy.source}")
+        raise PlanError(
+            f"recipe {recipe.name!r} quantizes {roles} and matched {what} in this {anatomy.family} {anatomy.source}"
+        )
     reasons = Counter(verdict.decisions[i].reason for i in eligible)
     said = "; ".join(f"{count} by {reason}" for reason, count in reasons.most_common(4))
-    raise PlanError(f"recipe {recipe.name!r} quantizes {roles} and every such tensor is kept in BF16: {said}; drop an exception, or use recipe 'bf16'")
+    raise PlanError(
+        f"recipe {recipe.name!r} quantizes {roles} and every such tensor is kept in BF16: {said}; drop an exception, or use recipe 'bf16'"
+    )
 
 
 def _warnings(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: int) -> list[str]:
@@ -308,7 +348,9 @@ def _warnings(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: i
             found.append(f"{name} = {value} of {anatomy.num_layers} layers rounds to no layer")
     engine_tp = 1 if ep > 1 else tp
     if recipe.format_of(Role.routed_experts) == "nvfp4" and recipe.expert_tp != engine_tp:
-        found.append(f"expert_tp is {recipe.expert_tp} and this engine cuts experts into {engine_tp}: it will refuse; set expert_tp={engine_tp}")
+        found.append(
+            f"expert_tp is {recipe.expert_tp} and this engine cuts experts into {engine_tp}: it will refuse; set expert_tp={engine_tp}"
+        )
     experts = {layout.num_experts for layout in anatomy.experts}
     uneven = sorted(n for n in experts if n % ep)
     if uneven:
@@ -321,9 +363,15 @@ def _warnings(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: i
 def _nearest(pattern: str, names: set[str]) -> str:
     last = pattern.rsplit(".", 1)[-1]
     depth = pattern.count(".") + 1
-    candidates = {".".join(parts[i : i + depth]) for parts in (n.split(".") for n in names) for i in range(len(parts) - depth + 1)}
-    close = difflib.get_close_matches(pattern, _fewer(candidates), n=3, cutoff=0.5) or difflib.get_close_matches(last, _fewer(candidates), n=3)
-    return f"; nearest are {', '.join(repr(c) for c in close)}" if close else "; see `swapq plan` without it for the names"
+    candidates = {
+        ".".join(parts[i : i + depth]) for parts in (n.split(".") for n in names) for i in range(len(parts) - depth + 1)
+    }
+    close = difflib.get_close_matches(pattern, _fewer(candidates), n=3, cutoff=0.5) or difflib.get_close_matches(
+        last, _fewer(candidates), n=3
+    )
+    return (
+        f"; nearest are {', '.join(repr(c) for c in close)}" if close else "; see `swapq plan` without it for the names"
+    )
 
 
 def _fewer(candidates: set[str]) -> Sequence[str]:

@@ -4,11 +4,12 @@ import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from swapq.anatomy import Role
 from swapq.natural import ranges
 
 if TYPE_CHECKING:
@@ -63,24 +64,64 @@ def _lines(plan: "Plan") -> list[_Line]:
     return list(lines.values())
 
 
-def table(plan: "Plan") -> Group:
+class _Table:
+    """Renders itself to the width of the console: narrow ones get no shapes and no reasons, which the totals repeat."""
+
+    def __init__(self, plan: "Plan") -> None:
+        self.plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _grid(self.plan, wide=options.max_width >= 110)
+        yield Text("")
+        for line in _totals(self.plan):
+            yield Text(line)
+
+
+def table(plan: "Plan") -> RenderableType:
     """The plan as a rich renderable."""
-    summary = plan.summary()
-    grid = Table(title=f"{summary['family']} with {plan.recipe.name}", title_justify="left", header_style="bold", pad_edge=False, box=None)
-    for name, justify in (("tensor", "left"), ("role", "left"), ("shape", "left"), ("dtype", "left"), ("n", "right"), ("format", "left")):
-        grid.add_column(name, justify=justify, overflow="fold", no_wrap=name in ("n", "format"))  # type: ignore[arg-type]
-    grid.add_column("bytes", justify="right", no_wrap=True)
-    grid.add_column("reason", overflow="fold")
-    for line in _lines(plan):
-        entry = line.first
-        size = human_bytes(line.before) if line.before == line.after else f"{human_bytes(line.before)} -> {human_bytes(line.after)}"
-        style = "" if entry.quantized else "dim"
-        shape = "x".join(str(n) for n in entry.shape) or "scalar"
-        dtype = str(entry.dtype).removeprefix("torch.")
-        grid.add_row(escape(line.name), entry.role.value, shape, dtype, str(line.count), entry.format, size, escape(entry.reason), style=style)
-    rows: list[RenderableType] = [grid, Text("")]
-    rows += [Text(f"{line}") for line in _totals(plan)]
-    return Group(*rows)
+    return _Table(plan)
+
+
+def _grid(plan: "Plan", *, wide: bool) -> Table:
+    title = f"{plan.anatomy.family} with {plan.recipe.name}"
+    grid = Table(title=title, title_justify="left", header_style="bold", pad_edge=False, box=None)
+    for column, justify in (
+        ("tensor", "left"),
+        ("shape", "left"),
+        ("n", "right"),
+        ("format", "left"),
+        ("bytes", "right"),
+        ("reason", "left"),
+    ):
+        if wide or column not in ("shape", "reason"):
+            grid.add_column(column, justify=justify, overflow="fold", no_wrap=column not in ("tensor", "reason"))  # type: ignore[arg-type]
+    for role in Role:
+        lines = [line for line in _lines(plan) if line.first.role is role]
+        if lines:
+            grid.add_row(role.value, style="bold")
+        for line in lines:
+            entry = line.first
+            size = human_bytes(line.before)
+            if line.after != line.before:
+                size += f" -> {human_bytes(line.after)}"
+            name = line.name if wide else line.name.removesuffix(".weight")
+            cells = {
+                "tensor": f"  {name}",
+                "shape": _shape(entry),
+                "n": str(line.count),
+                "format": entry.format,
+                "bytes": size,
+                "reason": entry.reason,
+            }
+            shown = [escape(cells[str(column.header)]) for column in grid.columns]
+            grid.add_row(*shown, style="" if entry.quantized else "dim")
+    return grid
+
+
+def _shape(entry: "PlanEntry") -> str:
+    shape = "x".join(str(n) for n in entry.shape) or "scalar"
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return shape if dtype == "bfloat16" else f"{shape} {dtype}"
 
 
 def _totals(plan: "Plan") -> list[str]:
@@ -89,19 +130,21 @@ def _totals(plan: "Plan") -> list[str]:
     lines = [
         f"{s['tensors']} tensors: {s['quantized']} quantized (as {s['quantized_weights']} weights), {s['kept']} stay as they are"
         + (f", {s['dropped']} dropped" if s["dropped"] else ""),
-        f"{human_bytes(s['bytes_before'])} -> {human_bytes(s['bytes_after'])} ({ratio:.1%}), {s['bits_per_parameter']:.2f} bits per parameter, "
-        f"{s['parameters']:,} parameters",
+        f"{human_bytes(s['bytes_before'])} -> {human_bytes(s['bytes_after'])} ({ratio:.1%}), "
+        f"{s['bits_per_parameter']:.2f} bits per parameter, {s['parameters']:,} parameters",
     ]
     for exception in s["exceptions"]:
         lines.append(f"exception: {exception['tensors']} {exception['role']} tensors stay: {exception['reason']}")
     for pattern, roles in s["patterns"].items():
-        said = ", ".join(f"{count} {role}" for role, count in roles.items()) or "only tensors that another pattern keeps"
+        said = (
+            ", ".join(f"{count} {role}" for role, count in roles.items()) or "only tensors that another pattern keeps"
+        )
         lines.append(f"pattern {pattern!r}: {said}")
     return lines + [f"warning: {warning}" for warning in s["warnings"]]
 
 
 def text(plan: "Plan") -> str:
     """The plan as plain text, wide enough for one line a group."""
-    console = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False)
+    console = Console(file=io.StringIO(), width=180, color_system=None, force_terminal=False)
     console.print(table(plan))
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]  # it is the StringIO above

@@ -33,7 +33,7 @@ _PART = re.compile(r"[A-Za-z0-9_*\-]+")
 
 
 class Weights(Mapping[str, str]):
-    """Role -> format of a recipe: a frozen, hashable mapping in the order of the roles. Roles left out are ``bf16``."""
+    """Role -> format of a recipe: frozen, hashable, picklable, in the order of the roles. Roles left out are ``bf16``."""
 
     __slots__ = ("_items",)
 
@@ -99,6 +99,7 @@ class Recipe:
             object.__setattr__(self, field, _layers(field, getattr(self, field)))
         if type(self.expert_tp) is not int or self.expert_tp < 1:
             raise RecipeError(f"expert_tp is {self.expert_tp!r}, expected a whole number of at least 1")
+        _check_sides(self)
         _check_activations(self)
         _check_backward(self)
 
@@ -109,17 +110,13 @@ class Recipe:
         Raises:
             RecipeError: an unknown name or field, a recipe of a later version, or a refused value.
         """
-        if name in _LATER:
-            raise RecipeError(f"recipe {name!r} ({_LATER[name]}) is planned, not in this version; there are {', '.join(_NAMED)}")
-        if name not in _NAMED:
-            raise RecipeError(f"unknown recipe {name!r}{_nearest(name, _NAMED)}; there are {', '.join(_NAMED)}")
-        return cls.from_dict({"name": name, **_NAMED[name], **overrides})
+        if not isinstance(name, str) or (name not in _NAMED and name not in _LATER):
+            raise RecipeError(f"unknown recipe {name!r}{_nearest(str(name), _NAMED)}; there are {', '.join(_NAMED)}")
+        return cls.from_dict({"name": name, **overrides})
 
     @classmethod
     def resolve(cls, recipe: "str | Recipe | Mapping[str, Any] | os.PathLike[str]", **overrides: Any) -> Self:
         """A recipe from a recipe, a name, a dict of fields, or a ``.json`` file of fields, with some fields replaced.
-
-        A dict whose ``name`` is a named recipe still has to state every field it does not want at its default.
 
         Raises:
             RecipeError: what was given is none of these, or is refused.
@@ -138,18 +135,27 @@ class Recipe:
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """The recipe with these fields; the opposite of :meth:`to_dict`.
 
+        Where ``name`` is a named recipe, fields left out are that recipe's: ``{"name": "nvfp4-rl", "last_layers_bf16": 4}``.
+
         Raises:
-            RecipeError: an unknown or missing key, or a refused value.
+            RecipeError: an unknown or missing key, a recipe of a later version, or a refused value.
         """
         if not isinstance(fields, Mapping):
             raise RecipeError(f"fields of a recipe are {type(fields).__name__}, expected a dict")
         known = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in known:
-                raise RecipeError(f"unknown recipe key {key!r}{_nearest(str(key), known)}; the keys are {', '.join(known)}")
+                raise RecipeError(
+                    f"unknown recipe key {key!r}{_nearest(str(key), known)}; the keys are {', '.join(known)}"
+                )
         if "name" not in fields:
             raise RecipeError("a recipe needs a name")
-        return cls(**fields)
+        name = fields["name"]
+        if isinstance(name, str) and name in _LATER:
+            raise RecipeError(
+                f"recipe {name!r} ({_LATER[name]}) is planned, not in this version; there are {', '.join(_NAMED)}"
+            )
+        return cls(**{**(_NAMED.get(name, {}) if isinstance(name, str) else {}), **fields})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields replaced and everything checked again.
@@ -236,11 +242,15 @@ def _weights(value: object) -> Weights:
             reason = NEVER_QUANTIZED[Role(role)]
             raise RecipeError(f"weights names role {str(role)!r}, which always stays BF16: {reason}; leave it out")
         if role not in allowed:
-            raise RecipeError(f"weights names {role!r}, no role{_nearest(str(role), allowed)}; roles with a format are {', '.join(allowed)}")
+            raise RecipeError(
+                f"weights names {role!r}, no role{_nearest(str(role), allowed)}; roles with a format are {', '.join(allowed)}"
+            )
         if fmt in LATER_FORMATS:
             raise RecipeError(f"weights[{str(role)!r}] is {fmt!r}, a format that is planned, not in this version")
         if not isinstance(fmt, str) or fmt not in FORMATS:
-            raise RecipeError(f"weights[{str(role)!r}] is {fmt!r}, no format{_nearest(str(fmt), FORMATS)}; formats are {', '.join(FORMATS)}")
+            raise RecipeError(
+                f"weights[{str(role)!r}] is {fmt!r}, no format{_nearest(str(fmt), FORMATS)}; formats are {', '.join(FORMATS)}"
+            )
         if fmt != "bf16":
             chosen[str(role)] = fmt
     return Weights((role, chosen[role]) for role in allowed if role in chosen)
@@ -272,7 +282,9 @@ def _layers(field: str, value: object) -> int | float:
             raise RecipeError(f"{field} is {value}, expected 0 or more layers")
         return value
     if not 0 <= value < 1:
-        raise RecipeError(f"{field} is {value}; a fraction is at least 0 and below 1, a count of layers is a whole number such as {_whole(value)}")
+        raise RecipeError(
+            f"{field} is {value}; a fraction is at least 0 and below 1, a count of layers is a whole number such as {_whole(value)}"
+        )
     return value or 0
 
 
@@ -280,13 +292,28 @@ def _whole(value: float) -> int:
     return max(1, round(value)) if math.isfinite(value) else 4
 
 
+def _check_sides(recipe: Recipe) -> None:
+    """BF16 training of a quantized policy: the one combination that trains, and quietly trains another policy."""
+    if recipe.formats and recipe.backward == "bf16":
+        fmt = recipe.formats[0]
+        raise RecipeError(
+            f"weights are {fmt} and backward is 'bf16', which is BF16 training with {fmt.upper()} rollout: the trainer would score "
+            "another policy than the one that was sampled (measured for NVFP4: twice the log-probability mismatch of the matched "
+            f"recipe); choose {' or '.join(repr(mode) for mode in FORMATS[fmt])}"
+        )
+
+
 def _check_activations(recipe: Recipe) -> None:
     formats = recipe.formats
-    if recipe.activations not in FORMATS:
-        raise RecipeError(f"activations is {recipe.activations!r}{_nearest(str(recipe.activations), FORMATS)}; choose one of {', '.join(FORMATS)}")
+    if not isinstance(recipe.activations, str) or recipe.activations not in FORMATS:
+        raise RecipeError(
+            f"activations is {recipe.activations!r}{_nearest(str(recipe.activations), FORMATS)}; choose one of {', '.join(FORMATS)}"
+        )
     if not formats:
         if recipe.activations != "bf16":
-            raise RecipeError(f"activations is {recipe.activations!r} while every weight is bf16; rows are quantized only before a quantized weight")
+            raise RecipeError(
+                f"activations is {recipe.activations!r} while every weight is bf16; rows are quantized only before a quantized weight"
+            )
         return
     if len(formats) > 1:
         raise RecipeError(
@@ -299,23 +326,22 @@ def _check_activations(recipe: Recipe) -> None:
             f"set activations to {formats[0]!r}"
         )
     if recipe.activations != formats[0]:
-        raise RecipeError(f"weights are {formats[0]} and activations {recipe.activations}: both operands have one format; set activations to {formats[0]!r}")
+        raise RecipeError(
+            f"weights are {formats[0]} and activations {recipe.activations}: both operands have one format; "
+            f"set activations to {formats[0]!r}"
+        )
 
 
 def _check_backward(recipe: Recipe) -> None:
     if recipe.backward not in BACKWARD_MODES:
-        raise RecipeError(f"backward is {recipe.backward!r}{_nearest(str(recipe.backward), BACKWARD_MODES)}; choose one of {', '.join(BACKWARD_MODES)}")
+        raise RecipeError(
+            f"backward is {recipe.backward!r}{_nearest(str(recipe.backward), BACKWARD_MODES)}; choose one of {', '.join(BACKWARD_MODES)}"
+        )
     fmt = recipe.activations
     if recipe.backward in FORMATS[fmt]:
         return
     if fmt == "bf16":
         raise RecipeError(f"backward is {recipe.backward!r} while every weight is bf16; set backward to 'bf16'")
-    if recipe.backward == "bf16":
-        raise RecipeError(
-            f"weights are {fmt} and backward is 'bf16', which is BF16 training with {fmt.upper()} rollout: the trainer would score another "
-            "policy than the one that was sampled (measured: twice the log-probability mismatch of the matched recipe); choose "
-            f"{' or '.join(repr(mode) for mode in FORMATS[fmt])}"
-        )
     raise RecipeError(
         "backward is 'low_precision' and weights are nvfp4: quantizing gradients to 4 bits needs stochastic rounding and a Hadamard "
         "transform, which belong to pretraining; choose 'dequantized' or 'high_precision'"

@@ -4,7 +4,7 @@ from swapq.anatomy.disk import of_checkpoint, of_folder
 from swapq.anatomy.family import FAMILIES, Family
 from swapq.anatomy.live import of_model
 from swapq.anatomy.role import NEVER_QUANTIZED, QUANTIZABLE, Role
-from swapq.anatomy.tensor import Anatomy, ExpertSlot, ExpertsLayout, Quantization, TensorInfo
+from swapq.anatomy.tensor import Anatomy, ExpertsLayout, ExpertSlot, Quantization, TensorInfo
 
 __all__ = [
     "FAMILIES",

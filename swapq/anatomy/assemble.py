@@ -68,7 +68,12 @@ def assemble(
 
 
 def _unknown(
-    raws: list[Raw], text: Mapping[str, Any], kind: str, where: str, module_list: bool, given: Mapping[str, ExpertsLayout]
+    raws: list[Raw],
+    text: Mapping[str, Any],
+    kind: str,
+    where: str,
+    module_list: bool,
+    given: Mapping[str, ExpertsLayout],
 ) -> Family:
     facts = [(raw, read_name(raw.name, MODULE_LIST, None)) for raw in raws]
     experts = [(raw, f) for raw, f in facts if f.prefix and f.note not in UNTOUCHED and f.prefix not in given]
@@ -100,7 +105,12 @@ def _layouts(
     given: Mapping[str, ExpertsLayout],
 ) -> tuple[dict[str, ExpertsLayout], dict[str, ExpertsLayout]]:
     """Layouts of the decoder's experts and of those that stay untouched, by source prefix."""
-    if quantization is not None and quantization.stored and not quantization.is_block_fp8 and quantization.method != "swapq":
+    if (
+        quantization is not None
+        and quantization.stored
+        and not quantization.is_block_fp8
+        and quantization.method != "swapq"
+    ):
         return {}, {}
     shapes = quantization is None or quantization.is_block_fp8 or not quantization.stored
     untouched = {f.prefix for f in facts if f.prefix and f.note in UNTOUCHED}

@@ -57,7 +57,9 @@ def _check_layers(anatomy: Anatomy, config: Mapping[str, Any]) -> None:
     seen = {t.layer for t in anatomy.tensors if t.note not in UNTOUCHED}
     absent = [f"layers.{i}" for i in range(anatomy.num_layers) if i not in seen]
     if absent:
-        raise AnatomyError(f"config.json says {anatomy.num_layers} layers; no tensor of {', '.join(absent[:4])} is in the files")
+        raise AnatomyError(
+            f"config.json says {anatomy.num_layers} layers; no tensor of {', '.join(absent[:4])} is in the files"
+        )
     family = FAMILIES.get(anatomy.family)
     quantization = anatomy.quantization
     if family is None or (not anatomy.experts and quantization is not None and quantization.stored):
@@ -66,7 +68,9 @@ def _check_layers(anatomy: Anatomy, config: Mapping[str, Any]) -> None:
     without = [i for i in range(anatomy.num_layers) if i not in held and family.is_moe(text, i)]
     if without:
         where = f"layers.{without[0]}.{family.block[1]}.experts"
-        raise AnatomyError(f"config.json says that {len(without)} more layer(s) have routed experts; {where} is not in the files")
+        raise AnatomyError(
+            f"config.json says that {len(without)} more layer(s) have routed experts; {where} is not in the files"
+        )
 
 
 def _quantization(folder: Folder, config: Mapping[str, Any]) -> Quantization | None:
@@ -105,9 +109,10 @@ def _check_scales(folder: Folder, quantization: Quantization) -> None:
         name = f"{tensor.name}_scale_inv"
         scale = folder.tensors.get(name)
         if scale is None:
-            raise AnatomyError(f"{tensor.name} is FP8 and {name} is missing: without its scale nobody knows the values; download the model again")
+            raise AnatomyError(f"{tensor.name} is FP8 and its scale {name} is missing; download the model again")
         *stack, rows, columns = tensor.shape
         expected = (*stack, -(-rows // block[0]), -(-columns // block[1]))
         if scale.shape != expected:
-            raise AnatomyError(f"{name} is {list(scale.shape)}, expected {list(expected)} for {list(tensor.shape)} in blocks of {list(block)}")
-
+            raise AnatomyError(
+                f"{name} is {list(scale.shape)}, expected {list(expected)} for {list(tensor.shape)} in blocks of {list(block)}"
+            )

@@ -52,7 +52,9 @@ def collect(tensors: Iterable[tuple[str, tuple[int, ...], NameFacts]]) -> dict[s
     return groups
 
 
-def layout(group: Group, family: Family, config: Mapping[str, Any], *, disk: bool, shapes: bool = True) -> ExpertsLayout:
+def layout(
+    group: Group, family: Family, config: Mapping[str, Any], *, disk: bool, shapes: bool = True
+) -> ExpertsLayout:
     """The layout of one group.
 
     ``disk``: shapes are those of a file. ``shapes``: False where the source is quantized in a way that hides them; the sizes then
@@ -63,7 +65,9 @@ def layout(group: Group, family: Family, config: Mapping[str, Any], *, disk: boo
             other or with the config.
     """
     if group.unknown and shapes:
-        raise AnatomyError(f"{family.name}: {_some(group.unknown)} is no tensor of routed experts that swapq knows in this family")
+        raise AnatomyError(
+            f"{family.name}: {_some(group.unknown)} is no tensor of routed experts that swapq knows in this family"
+        )
     if group.fused and group.single:
         raise AnatomyError(f"{group.prefix} holds fused tensors and tensors of single experts")
     stated = integer(config, *family.num_experts)
@@ -93,7 +97,7 @@ def layout(group: Group, family: Family, config: Mapping[str, Any], *, disk: boo
 
 
 def slot(facts: NameFacts, layout: ExpertsLayout | None, family: Family) -> ExpertSlot | None:
-    """Place of one routed expert's tensor; None where its name says none. Without a layout (next-token layers) the family's table counts."""
+    """Place of one routed expert's tensor; None where its name says none. Without a layout the family's table counts."""
     if not facts.projection:
         return None
     fused = facts.expert is None
@@ -126,14 +130,18 @@ def _single(
     held = {expert for expert, _ in group.single}
     count = stated if stated is not None else max(held, default=-1) + 1
     where = "config" if stated is not None else "highest expert"
-    missing = [f"{group.prefix}.{e}.{parts[s]}.weight" for e in range(count) for s in sides if (e, s) not in group.single]
+    missing = [
+        f"{group.prefix}.{e}.{parts[s]}.weight" for e in range(count) for s in sides if (e, s) not in group.single
+    ]
     if missing:
         raise AnatomyError(
             f"{group.prefix}: the {where} says {count} experts, {len(held)} are there; missing {_some(missing)}; download the model again "
             "or correct its config"
         )
     if len(held) > count:
-        raise AnatomyError(f"{group.prefix}: the config says {count} experts, {len(held)} are there, such as {max(held)}; correct the config")
+        raise AnatomyError(
+            f"{group.prefix}: the config says {count} experts, {len(held)} are there, such as {max(held)}; correct one"
+        )
     if not shapes:
         return count, *_config_sizes(group, family, config), False
     intermediate, hidden = group.single[0, "up"] if len(group.single[0, "up"]) == 2 else (0, 0)
@@ -152,16 +160,24 @@ def _fused(
     first = "gate_up" if family.gated else "up"
     for projection in (first, "down"):
         if projection not in group.fused:
-            raise AnatomyError(f"{group.prefix}.{projection}_proj is missing; there is {_some([f'{p}_proj' for p in group.fused])}")
+            raise AnatomyError(
+                f"{group.prefix}.{projection}_proj is missing; there is {_some([f'{p}_proj' for p in group.fused])}"
+            )
     if extra := sorted(set(group.fused) - {first, "down"}):
-        raise AnatomyError(f"{group.prefix}.{extra[0]}_proj: {family.name} has no such tensor beside {first}_proj and down_proj")
+        raise AnatomyError(
+            f"{group.prefix}.{extra[0]}_proj: {family.name} has no such tensor beside {first}_proj and down_proj"
+        )
     if not shapes:
         if stated is None:
-            raise AnatomyError(f"{group.prefix}: the config does not say how many experts there are ({', '.join(family.num_experts)})")
+            raise AnatomyError(
+                f"{group.prefix}: the config does not say how many experts there are ({', '.join(family.num_experts)})"
+            )
         return stated, *_config_sizes(group, family, config), family.transposed
     for projection, shape in group.fused.items():
         if len(shape) != 3:
-            raise AnatomyError(f"{group.prefix}.{projection}_proj is {list(shape)}, expected three dimensions [experts, out, in]")
+            raise AnatomyError(
+                f"{group.prefix}.{projection}_proj is {list(shape)}, expected three dimensions [experts, out, in]"
+            )
     sides = 2 if family.gated else 1
     up, down = group.fused[first], group.fused["down"]
     transposed = family.transposed
@@ -176,7 +192,9 @@ def _fused(
             f"{'[E, in, out]' if transposed else '[E, out, in]'}"
         )
     if stated is not None and stated != experts:
-        raise AnatomyError(f"{group.prefix}: the config says {stated} experts, the tensors hold {experts}; one of the two is wrong")
+        raise AnatomyError(
+            f"{group.prefix}: the config says {stated} experts, the tensors hold {experts}; one of the two is wrong"
+        )
     _check_sizes(group, family, config, hidden, intermediate)
     return experts, hidden, intermediate, transposed
 
@@ -185,24 +203,35 @@ def _orientation(group: Group, family: Family, config: Mapping[str, Any], up: tu
     hidden, intermediate = _config_sizes(group, family, config)
     straight, turned = (sides * intermediate, hidden), (hidden, sides * intermediate)
     if straight == turned:
-        raise AnatomyError(f"{group.prefix}: {family.name} files come in both orientations, and sizes {list(up[1:])} cannot tell which this is")
+        raise AnatomyError(
+            f"{group.prefix}: {family.name} files come in both orientations, which {list(up[1:])} cannot tell apart"
+        )
     if up[1:] not in (straight, turned):
-        raise AnatomyError(f"{group.prefix}.gate_up_proj is {list(up)}; the config makes it [E, {straight[0]}, {hidden}] or [E, {hidden}, {straight[0]}]")
+        raise AnatomyError(
+            f"{group.prefix}.gate_up_proj is {list(up)}; the config makes it [E, {straight[0]}, {hidden}] or [E, {hidden}, {straight[0]}]"
+        )
     return up[1:] == turned
 
 
 def _config_sizes(group: Group, family: Family, config: Mapping[str, Any]) -> tuple[int, int]:
     hidden, intermediate = integer(config, *family.hidden), integer(config, *family.intermediate)
     if hidden is None or intermediate is None:
-        raise AnatomyError(f"{group.prefix}: the config lacks {' or '.join((*family.hidden, *family.intermediate))}, which this family needs")
+        raise AnatomyError(
+            f"{group.prefix}: the config lacks {' or '.join((*family.hidden, *family.intermediate))}, which this family needs"
+        )
     return hidden, intermediate
 
 
 def _check_sizes(group: Group, family: Family, config: Mapping[str, Any], hidden: int, intermediate: int) -> None:
-    for what, keys, found in (("row length", family.hidden, hidden), ("inner length", family.intermediate, intermediate)):
+    for what, keys, found in (
+        ("row length", family.hidden, hidden),
+        ("inner length", family.intermediate, intermediate),
+    ):
         key = next((k for k in keys if integer(config, k) is not None), None)
         if key is not None and config[key] != found:
-            raise AnatomyError(f"{group.prefix}: the config says {key} = {config[key]}, the tensors have {what} {found}; one of the two is wrong")
+            raise AnatomyError(
+                f"{group.prefix}: the config says {key} = {config[key]}, the tensors have {what} {found}; one of the two is wrong"
+            )
 
 
 def _some(names: list[str], limit: int = 4) -> str:

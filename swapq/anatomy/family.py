@@ -22,7 +22,10 @@ def _after_dense(config: Mapping[str, Any], layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list):
         return layer < len(kinds) and kinds[layer] == "sparse"
-    return layer >= (integer(config, "first_k_dense_replace") or 0) and layer % (integer(config, "moe_layer_freq") or 1) == 0
+    return (
+        layer >= (integer(config, "first_k_dense_replace") or 0)
+        and layer % (integer(config, "moe_layer_freq") or 1) == 0
+    )
 
 
 def _nemotron(config: Mapping[str, Any], layer: int) -> bool:

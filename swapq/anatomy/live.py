@@ -1,7 +1,9 @@
 """Anatomy of a live model: parameters and persistent buffers under their own names, experts checked against their module's attributes."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from swapq.anatomy.assemble import Raw, assemble
@@ -38,7 +40,7 @@ def of_model(model: nn.Module) -> Anatomy:
     for name, module in modules.items():
         layout = getattr(module, "swapq_layout", None)
         if isinstance(layout, ExpertsLayout):
-            given[name] = layout
+            given[name] = replace(layout, prefix=name)  # a wrapper may have put a part in front of the name
         elif family is not None and _is_fused_experts(module):
             _check_attributes(name, module, family)
     raws = list(_raws(modules))
@@ -48,7 +50,7 @@ def of_model(model: nn.Module) -> Anatomy:
         source="model",
         where=type(model).__name__,
         module_list=True,
-        quantization=_quantization(raws, config),
+        quantization=_quantization(raws, modules, config),
         given=given,
     )
 
@@ -71,7 +73,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_fused_experts(module: nn.Module) -> bool:
-    return any(p is not None and p.dim() == 3 and name in ("gate_up_proj", "up_proj", "down_proj") for name, p in module._parameters.items())
+    return any(
+        p is not None and p.dim() == 3 and name in ("gate_up_proj", "up_proj", "down_proj")
+        for name, p in module._parameters.items()
+    )
 
 
 def _check_attributes(name: str, module: nn.Module, family: Family) -> None:
@@ -79,20 +84,24 @@ def _check_attributes(name: str, module: nn.Module, family: Family) -> None:
         stated = getattr(module, attribute, None)
         if isinstance(stated, bool) and stated != meaning(family):
             raise AnatomyError(
-                f"{name} ({type(module).__name__}) says {attribute} = {stated}; experts of model_type {family.name!r} have {meaning(family)}: "
-                "this is another layout than the one that swapq knows"
+                f"{name} ({type(module).__name__}) says {attribute} = {stated}; experts of model_type {family.name!r} have "
+                f"{meaning(family)}: this is another layout than the one that swapq knows"
             )
 
 
-def _quantization(raws: list[Raw], config: Mapping[str, object]) -> Quantization | None:
+def _quantization(
+    raws: list[Raw], modules: Mapping[str, nn.Module], config: Mapping[str, object]
+) -> Quantization | None:
     """What the stored dtypes say. A config alone does not count: a live model may have been dequantized on load."""
-    low = next((r for r in raws if len(r.shape) >= 2 and (r.dtype.itemsize == 1 and r.dtype.is_floating_point or str(r.dtype) in _INTEGERS)), None)
+    low = next((r for r in raws if len(r.shape) >= 2 and r.dtype in _CODES), None)
     if low is None:
         return None
     entry = config.get("quantization_config")
     entry = entry if isinstance(entry, Mapping) else {}
     method = str(entry.get("quant_method") or "undeclared")
+    if type(modules[low.name.rpartition(".")[0]]).__module__.partition(".")[0] == "swapq":
+        method = "swapq"
     return Quantization(method, f"{low.name} ({low.dtype})", entry)
 
 
-_INTEGERS = frozenset({"torch.uint8", "torch.int8", "torch.int32"})
+_CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)

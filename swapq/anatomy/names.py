@@ -13,22 +13,55 @@ __all__ = ["FUSED_GROUPS", "ROW_PARALLEL", "NameFacts", "hub_spelling", "is_expe
 _LAYERS = frozenset({"layers", "blocks", "h", "block"})
 _TOWERS = frozenset(
     {
-        *("visual", "vision_tower", "vision_model", "vision_encoder", "vision", "image_tower", "video_tower", "vit", "sam_model"),
+        *(
+            "visual",
+            "vision_tower",
+            "vision_model",
+            "vision_encoder",
+            "vision",
+            "image_tower",
+            "video_tower",
+            "vit",
+            "sam_model",
+        ),
         *("audio_tower", "audio_model", "audio_encoder", "audio", "speech_encoder", "talker", "token2wav", "code2wav"),
-        *("multi_modal_projector", "mm_projector", "mm_projectors", "projector", "vision_projector", "visual_projector"),
+        *(
+            "multi_modal_projector",
+            "mm_projector",
+            "mm_projectors",
+            "projector",
+            "vision_projector",
+            "visual_projector",
+        ),
     }
 )
 _SHARED = frozenset({"shared_expert", "shared_experts", "shared_mlp", "share_expert"})
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correction_bias", "expert_bias"})
 _ATTENTION = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn", "cross_attn"})
 _MLPS = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe"})
-_EMBEDDINGS = frozenset({"embed_tokens", "embeddings", "word_embeddings", "tok_embeddings", "wte", "wpe", "embed_positions"})
+_EMBEDDINGS = frozenset(
+    {"embed_tokens", "embeddings", "word_embeddings", "tok_embeddings", "wte", "wpe", "embed_positions"}
+)
 _HEADS = frozenset({"lm_head", "embed_out", "head"})
 
 _ATTENTION_LINEARS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "output_gate", "g_proj"),
-        *("to_q", "to_k", "to_v", "to_out", "wq", "wk", "wv", "wo", "query", "key", "value", "query_key_value", "dense"),
+        *(
+            "to_q",
+            "to_k",
+            "to_v",
+            "to_out",
+            "wq",
+            "wk",
+            "wv",
+            "wo",
+            "query",
+            "key",
+            "value",
+            "query_key_value",
+            "dense",
+        ),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
         *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     }
@@ -52,8 +85,25 @@ ROW_PARALLEL = frozenset({"o_proj", "out_proj", "to_out", "wo", "dense", "down_p
 
 _SCALES = frozenset(
     {
-        *("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale", "weight_global_scale", "input_global_scale"),
-        *("scales", "qzeros", "g_idx", "weight_shape", "weight_zero_point", "k_scale", "v_scale", "absmax", "quant_map"),
+        *(
+            "weight_scale",
+            "weight_scale_2",
+            "weight_scale_inv",
+            "input_scale",
+            "weight_global_scale",
+            "input_global_scale",
+        ),
+        *(
+            "scales",
+            "qzeros",
+            "g_idx",
+            "weight_shape",
+            "weight_zero_point",
+            "k_scale",
+            "v_scale",
+            "absmax",
+            "quant_map",
+        ),
     }
 )
 _FUSED_EXPERTS = {"gate_up_proj": "gate_up", "up_proj": "up", "down_proj": "down"}
@@ -91,7 +141,11 @@ def read_name(name: str, family: Family, num_layers: int | None) -> NameFacts:
         layer, note = None, NEXT_TOKEN
     elif layer is not None and num_layers is not None and layer >= num_layers:
         note = NEXT_TOKEN
-    facts = _experts(parts, layer, note, family) if "experts" in rest else _elsewhere(rest, layer, note, owner, leaf, at is not None)
+    facts = (
+        _experts(parts, layer, note, family)
+        if "experts" in rest
+        else _elsewhere(rest, layer, note, owner, leaf, at is not None)
+    )
     if facts.note or not (scale := _scaled(leaf)):
         return facts
     return NameFacts(facts.role, layer, scale, owner, leaf, facts.prefix, facts.expert, facts.projection)
@@ -188,6 +242,11 @@ def _respell(name: str, root: tuple[str, str], block: tuple[str, str]) -> str:
     if parts[0] == root[0]:
         parts[0] = root[1]
     at = _layer_at(parts)
-    if at is not None and at + 2 < len(parts) and parts[at + 2] == block[0] and not any(part in _TOWERS for part in parts):
+    if (
+        at is not None
+        and at + 2 < len(parts)
+        and parts[at + 2] == block[0]
+        and not any(part in _TOWERS for part in parts)
+    ):
         parts[at + 2] = block[1]
     return ".".join(parts)

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-__all__ = ["ALWAYS_KEPT", "NEXT_TOKEN", "NEVER_QUANTIZED", "QUANTIZABLE", "TOWER", "UNTOUCHED", "Role"]
+__all__ = ["ALWAYS_KEPT", "NEVER_QUANTIZED", "NEXT_TOKEN", "QUANTIZABLE", "TOWER", "UNTOUCHED", "Role"]
 
 
 class Role(StrEnum):

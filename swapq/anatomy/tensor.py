@@ -187,14 +187,18 @@ class Anatomy:
         if info.expert is None:
             return None
         head, dot, _ = info.name.rpartition(".experts.")
-        return self._layouts.get(f"{head}.experts" if dot else "experts") or self._layouts.get(info.name.rpartition(".")[0])
+        return self._layouts.get(f"{head}.experts" if dot else "experts") or self._layouts.get(
+            info.name.rpartition(".")[0]
+        )
 
     def hub_weights(self, info: TensorInfo) -> tuple[str, ...]:
         """Names on the Hub of the weights that a tensor holds: one for a linear, one per expert and projection for a stack."""
         layout = self.layout_of(info)
         if layout is None or info.expert is None:
             return (self.hub_name(info.name),)
-        sides: tuple[Projection, ...] = ("gate", "up") if info.expert.projection == "gate_up" else (info.expert.projection,)
+        sides: tuple[Projection, ...] = (
+            ("gate", "up") if info.expert.projection == "gate_up" else (info.expert.projection,)
+        )
         experts = range(layout.num_experts) if info.expert.expert is None else (info.expert.expert,)
         return tuple(layout.hub_weight(e, side) for e in experts for side in sides)
 

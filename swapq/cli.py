@@ -1,0 +1,127 @@
+"""The command line. Every refusal is one line on stderr, ``error: ...``, with exit code 2; exit code 1 means that the answer is no."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from swapq._version import __version__
+from swapq.errors import SwapqError
+
+__all__ = ["app", "main", "stderr", "stdout"]
+
+#: where answers go
+stdout = Console() if sys.stdout.isatty() else Console(width=180)
+#: where messages, progress and errors go
+stderr = Console(stderr=True, soft_wrap=True)
+
+#: newer typer vendors click, so the class is found through typer
+_UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "UsageError")
+
+
+class _Commands(TyperGroup):
+    """Turns every error that swapq raises on purpose, and the system's about files, into one line and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SwapqError as error:
+            typer.echo(f"error: {error}", err=True)
+        except _UsageError as error:
+            typer.echo(f"error: {error.format_message()} (see `swapq --help`)", err=True)
+        except OSError as error:
+            typer.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
+        ctx.exit(2)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="swapq",
+    help="Train and roll out the same low-precision MoE policy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeOption = Annotated[
+    str,
+    typer.Option("--recipe", "-r", help="A named recipe (see `swapq recipes`) or a .json file.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def plan(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint folder.", show_default=False)],
+    recipe: RecipeOption,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the engine.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size; above 1, tp does not cut experts.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Show what a recipe would do to a checkpoint. Reads headers only, writes nothing."""
+    from swapq.plan import plan as make
+
+    made = make(source, recipe, tp=tp, ep=ep)
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), indent=1))
+    else:
+        stdout.print(made)
+
+
+@app.command()
+def recipes(as_json: Json = False) -> None:
+    """List the named recipes."""
+    from swapq.recipe import Recipe, names, planned
+
+    made = [Recipe.named(name) for name in names()]
+    if as_json:
+        typer.echo(json.dumps({"recipes": [r.to_dict() for r in made], "planned": planned()}, indent=1))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("recipe", "weights", "activations", "backward", "BF16 exceptions"):
+        table.add_column(column, overflow="fold")
+    for r in made:
+        weights = ", ".join(f"{role} {fmt}" for role, fmt in r.weights.items()) or "bf16"
+        table.add_row(r.name, weights, r.activations, r.backward, _exceptions(r))
+    for name, what in planned().items():
+        table.add_row(name, f"planned, not in this version: {what}", style="dim")
+    stdout.print(table)
+
+
+def _exceptions(recipe: Any) -> str:
+    said = [
+        f"{what} {_amount(n)}"
+        for what, n in (("first", recipe.first_layers_bf16), ("last", recipe.last_layers_bf16))
+        if n
+    ]
+    return ", ".join([*said, *recipe.keep_bf16]) or "none"
+
+
+def _amount(value: int | float) -> str:
+    return f"{value} layers" if isinstance(value, int) else f"{value:.0%} of layers"
+
+
+def main() -> None:
+    """Entry point of ``swapq`` and ``python -m swapq``."""
+    app()
