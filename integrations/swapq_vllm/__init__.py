@@ -30,7 +30,7 @@ def register() -> None:
 
         require_supported()
         config: type = SwapqConfig
-    except Exception as error:  # noqa: BLE001 - reported here, and raised by the configuration that takes its place
+    except Exception as error:
         from swapq_vllm.unusable import unusable_config
 
         _logger.error("swapq_vllm cannot be used in this installation: %s", error, exc_info=True)

@@ -1,7 +1,7 @@
 """The plugin's quantization configuration: which layer has which format comes from the checkpoint's exact list and nothing else."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SwapqConfig"]
 
+_SHARDS = {"gate_proj": "w1", "w1": "w1", "up_proj": "w3", "w3": "w3", "down_proj": "w2", "w2": "w2"}
 # merged linears that a model class may not list in `packed_modules_mapping`
 _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -85,17 +86,102 @@ class SwapqConfig(QuantizationConfig):
             check_headers(read_headers(model_name), self.formats)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> "QuantizeMethodBase | None":
-        """The method that runs ``layer``."""
+        """The method that runs ``layer``: quantized if the list names its weights, else BF16.
+
+        Raises:
+            UnsupportedError: the list gives parts of one layer different formats, or a format that this kind of layer has not.
+        """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+        from swapq_vllm.experts_method import SwapqExpertsMethod
+        from swapq_vllm.linear_method import SwapqLinearMethod
         from swapq_vllm.unquantized import Bf16EmbeddingMethod, Bf16ExpertsMethod, Bf16LinearMethod
 
         if isinstance(layer, RoutedExperts):
-            return Bf16ExpertsMethod(layer.moe_config)
+            names = self._experts_of(prefix)
+            if not names:
+                return self._mine(Bf16ExpertsMethod(layer.moe_config))
+            moe = layer.moe_config
+            shards = ("w1", "w2", "w3") if moe.is_act_and_mul else ("w1", "w2")
+            wanted = [(expert, shard) for expert in range(moe.num_logical_experts) for shard in shards]
+            fmt = self._one_format(prefix, [names.get(slot) for slot in wanted], f"{len(names)} of {len(wanted)} experts' weights")
+            self._claim(names.values())
+            method = SwapqExpertsMethod(
+                moe, prefix=prefix, fmt=fmt, activations=self.activations, expert_tp=self.expert_tp, names=names
+            )
+            return self._mine(method)
         if isinstance(layer, LinearBase):
-            return Bf16LinearMethod()
+            shards_of = self._shards_of(prefix)
+            if not any(shards_of.values()):
+                return self._mine(Bf16LinearMethod())
+            fmt = self._one_format(prefix, list(shards_of.values()), "some of its parts")
+            if fmt != "mxfp8":
+                raise UnsupportedError(f"{prefix}: quantization_config lists it as {fmt}; linears outside routed experts run in mxfp8 only")
+            linear_names = {shard: name for shard, name in shards_of.items() if name is not None}
+            self._claim(linear_names.values())
+            return self._mine(SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=self.activations, names=linear_names))
         if isinstance(layer, VocabParallelEmbedding):
-            return Bf16EmbeddingMethod()
+            return self._mine(Bf16EmbeddingMethod())
         return None
+
+    def built(self) -> None:
+        """Called by every method once its weights are loaded, when all layers exist: every listed weight must have found its layer.
+
+        Raises:
+            CheckpointError: naming a listed weight that no layer runs quantized.
+        """
+        from vllm.distributed import get_pp_group
+
+        rest = sorted(set(self.formats) - self.claimed)
+        if rest and get_pp_group().world_size == 1:  # with pipeline parallelism other ranks have the other layers
+            raise CheckpointError(
+                f"quantization_config lists {len(rest)} weights that no layer of this model runs quantized, first {rest[0]}; "
+                "routers, embeddings and the LM head are never quantized, and other names must be the model's own"
+            )
+
+    @property
+    def activations(self) -> str:
+        return self.recipe.get("activations", "bf16")
+
+    @property
+    def expert_tp(self) -> int:
+        return self.recipe.get("expert_tp", 1)
+
+    def _mine(self, method: Any) -> Any:
+        method.config = self
+        return method
+
+    def _claim(self, names: Iterable[str]) -> None:
+        self.claimed.update(names)
+
+    def _experts_of(self, prefix: str) -> dict[tuple[int, str], str]:
+        """``(expert, shard)`` to checkpoint name of the listed weights under ``prefix``."""
+        found = {}
+        for name, hub in self.names.items():
+            if name.startswith(f"{prefix}."):
+                parts = name[len(prefix) + 1 :].split(".")
+                if len(parts) == 3 and parts[0].isdigit() and parts[1] in _SHARDS:
+                    found[int(parts[0]), _SHARDS[parts[1]]] = hub
+        ungated = found and not any(shard == "w1" for _, shard in found)
+        return {(e, "w1" if shard == "w3" else shard): hub for (e, shard), hub in found.items()} if ungated else found
+
+    def _shards_of(self, prefix: str) -> dict[Any, str | None]:
+        """Shard id to checkpoint name, None for a shard that is not listed."""
+        parent, _, leaf = prefix.rpartition(".")
+        if f"{prefix}.weight" in self.names:
+            return {None: self.names[f"{prefix}.weight"]}
+        members = self.packed_modules_mapping.get(leaf) or _MERGED.get(leaf) or []
+        ids: Iterable[Any] = ("q", "k", "v") if leaf == "qkv_proj" else range(len(members))
+        return {i: self.names.get(f"{parent}.{member}.weight") for i, member in zip(ids, members, strict=False)}
+
+    def _one_format(self, prefix: str, names: list[str | None], listed: str) -> str:
+        found = {None if name is None else self.formats[name] for name in names}
+        if len(found) != 1 or None in found:
+            kinds = " and ".join(sorted("bf16" if fmt is None else fmt for fmt in found))
+            raise UnsupportedError(
+                f"{prefix}: quantization_config mixes {kinds} in one layer of the engine ({listed} are listed); "
+                "give all parts one format in the recipe and export again"
+            )
+        return next(fmt for fmt in found if fmt is not None)

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
+from swapq_vllm.built import built
 from swapq_vllm.packing import unpack_experts
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
     """BF16 experts whose CPU kernel gets its packed weights at every load, not only at the first."""
 
     def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+        built(self)
         experts = None if self.moe_kernel is None else self.moe_kernel.fused_experts
         if experts is None or not current_platform.is_cpu():
             super().process_weights_after_loading(layer)
@@ -74,6 +76,7 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
     """A BF16 linear that on the CPU multiplies by its live parameter, as the trainer does."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        built(self)
         if current_platform.is_cpu():
             layer.cpu_linear = F.linear  # some layers call it themselves
         else:
@@ -93,6 +96,7 @@ class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
     """Embedding and LM head, whose CPU projection multiplies by the live parameter."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        built(self)
         if current_platform.is_cpu():
             layer.cpu_linear = F.linear
         else:

@@ -1,0 +1,101 @@
+"""The plugin's custom ops: the trainer's expert block and linear, opaque to torch.compile, with weights passed as flat tensors.
+
+On CUDA the bodies run the same torch code, whose routing reads token counts on the host: right, but it synchronizes and cannot be
+captured into a CUDA graph (serve with ``enforce_eager=True`` there). Kernels without that limit replace what
+``swapq.kernels.dispatch`` returns; these signatures stay.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Operand, Parts
+from swapq.kernels.routing import Routing
+from swapq.nn.expert_block import FrozenExpertLinear, expert_block
+from swapq.nn.gate import Gate
+
+__all__ = ["routed_experts", "stacked_linear"]
+
+
+@lru_cache(maxsize=16)
+def _gate(act: str, gated: bool) -> Gate:
+    return Gate(act, gated=gated)
+
+
+def _operand(weight: list[Tensor], stored: str) -> Operand:
+    """Operand from expanded values and scale (``stored == ""``), or from codes and scales in format ``stored``."""
+    if not stored:
+        return Operand(weight[0], weight[1] if len(weight) > 1 else None)
+    form = formats.get(stored)
+    return form.operand(Parts(*weight), scope=form.default_scope, axis=-1)
+
+
+@torch.library.custom_op("swapq::routed_experts", mutates_args=())
+def routed_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    stored: str,
+    activations: str,
+    act: str,
+    gated: bool,
+) -> Tensor:
+    """The expert block over the experts that this rank holds.
+
+    Args:
+        x: BF16 ``[T, H]``.
+        topk_weights, topk_ids: ``[T, k]``, global expert ids.
+        expert_map: global to local id, -1 for another rank's expert; None where all are here.
+        gate_up, down: see ``stored``.
+        stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]``. A format's name: codes, scales, FP32 scale.
+        activations: format of the rows.
+        act, gated: the gate.
+    """
+    ids = topk_ids if expert_map is None else expert_map[topk_ids.to(torch.int64)]
+    first, second = _operand(gate_up, stored), _operand(down, stored)
+    return expert_block(
+        x,
+        ids,
+        topk_weights,
+        FrozenExpertLinear(*first, activations),
+        FrozenExpertLinear(*second, activations),
+        num_experts=first.values.shape[0],
+        gate=_gate(act, gated),
+    )
+
+
+@routed_experts.register_fake
+def _(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    stored: str,
+    activations: str,
+    act: str,
+    gated: bool,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("swapq::stacked_linear", mutates_args=())
+def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored: str, activations: str) -> Tensor:
+    """``x [..., K]`` through one quantized linear, BF16 ``[..., N]``. Weights as in :func:`routed_experts`, without the expert axis."""
+    values, scale = _operand(weight, stored)
+    linear = FrozenExpertLinear(
+        values[None], None if scale is None else scale.reshape(1), activations, None if bias is None else bias[None]
+    )
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    return linear(rows, Routing.single(rows.shape[0], x.device), gather=False).unflatten(0, x.shape[:-1])
+
+
+@stacked_linear.register_fake
+def _(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored: str, activations: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight[0].shape[-2]), dtype=torch.bfloat16)

@@ -1,0 +1,25 @@
+"""What no quantizer writes, found in codes and scales before they are served."""
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+
+__all__ = ["unsound"]
+
+
+def unsound(x: Tensor, fmt: str, part: str) -> Tensor:
+    """Where ``x`` holds NaN, Inf or a block scale below zero; bool, shape of ``x``.
+
+    Args:
+        x: one stored part of tensors in format ``fmt``.
+        part: ``"codes"``, ``"scales"`` or ``"global_scale"``.
+    """
+    if part == "global_scale":
+        return ~(torch.isfinite(x) & (x > 0))
+    bits = x.view(torch.uint8)
+    if formats.get(fmt).dtypes[part] == torch.float8_e4m3fn:
+        return bits >= 0x7F if part == "scales" else (bits & 0x7F) == 0x7F
+    if part == "scales":
+        return bits == 0xFF  # E8M0's NaN
+    return torch.zeros_like(bits, dtype=torch.bool)  # every E2M1 code is a number
