@@ -5,6 +5,7 @@ from swapq.checkpoint.export import export
 from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
 from swapq.errors import SwapqError
+from swapq.hf import SwapqConfig
 from swapq.plan import Plan, plan
 from swapq.qtensor import QTensor, quantize
 from swapq.recipe import Recipe
@@ -13,6 +14,7 @@ __all__ = [
     "Plan",
     "QTensor",
     "Recipe",
+    "SwapqConfig",
     "SwapqError",
     "__version__",
     "convert",

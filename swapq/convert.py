@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from swapq.anatomy import ExpertsLayout
 from swapq.errors import PlanError, UnsupportedError
@@ -91,6 +92,10 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
     if not trainable:
         for module in swapped_modules(model):
             module.freeze()
+        if isinstance(model, PreTrainedModel):
+            from swapq.hf.quantizer import attach  # the hf package sits above this file
+
+            attach(model)
     return model
 
 

@@ -5,6 +5,7 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,11 @@ def part_name(weight: str, q: QTensor, part: str) -> str:
     return f"{weight.rpartition('.')[0]}.{q.spec.suffixes[part]}"
 
 
-def _module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint name -> tensor of one swapped module's weights. Biases come with the rest."""
+def module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint name and tensor of one swapped module's weights: views of the storage of a module that holds codes.
+
+    Biases come with the rest.
+    """
     if isinstance(module, SwapqExperts):
         yield from _expert_tensors(module)
     elif isinstance(module, SwapqLinear):
@@ -100,29 +104,54 @@ def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tupl
     """
     root = base_model(model)
     units: list[tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]] = []
-    taken: set[str] = set()
-    for prefix, module in root.named_modules():
-        if not isinstance(module, QuantizedStorage):
-            continue
-        weights = (module.up_name, module.down_name) if isinstance(module, SwapqExperts) else ("weight",)
-        for weight in weights:
-            taken.update(f"{prefix}.{name}" for name in part_names(weight).values())
-            if check and module.trainable:  # type: ignore[attr-defined]
-                require_finite(whole(getattr(module, weight).detach()), f"{prefix}.{weight}")
-        units.append((prefix, lambda module=module: _module_tensors(module)))  # type: ignore[misc]
-    for name, tensor in _rest(root, taken).items():
-        units.append((name, lambda name=name, tensor=tensor: iter([(name, tensor.detach())])))  # type: ignore[misc]
+    for prefix, module in _swapped(root):
+        if check:
+            _check_finite(prefix, module)
+        units.append((prefix, partial(module_tensors, module)))
+    for name, tensor in _rest(root).items():
+        units.append((name, partial(iter, [(name, tensor.detach())])))
     for _, produce in sorted(units, key=lambda unit: dot_natural_key(unit[0])):
         with torch.no_grad():
             yield from produce()
 
 
-def _rest(root: nn.Module, taken: set[str]) -> dict[str, Tensor]:
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """State dict for ``save_pretrained`` of a model that holds codes: quantized tensors under checkpoint names, the rest as it is live."""
+    root = base_model(model)
+    quantized = {name: t.clone() for _, module in _swapped(root) for name, t in module_tensors(module)}
+    return quantized | _plain_state(root)
+
+
+def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
+    return ((name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage))
+
+
+def _weight_names(module: QuantizedStorage) -> tuple[str, ...]:
+    return (module.up_name, module.down_name) if isinstance(module, SwapqExperts) else ("weight",)
+
+
+def _check_finite(prefix: str, module: QuantizedStorage) -> None:
+    for weight in _weight_names(module):
+        if weight in dict(module.named_parameters(recurse=False)):
+            require_finite(whole(getattr(module, weight).detach()), f"{prefix}.{weight}")
+
+
+def _plain_state(root: nn.Module) -> dict[str, Tensor]:
+    """What no swapped module holds, under live names."""
+    taken = {
+        f"{prefix}.{name}"
+        for prefix, module in _swapped(root)
+        for weight in _weight_names(module)
+        for name in (weight, *part_names(weight).values())
+    }
+    return {name: whole(t) for name, t in root.state_dict().items() if name not in taken}
+
+
+def _rest(root: nn.Module) -> dict[str, Tensor]:
     """What no swapped module holds, under Hub names, without tied copies."""
-    state = {name: whole(t) for name, t in root.state_dict().items() if name not in taken}
     tied = getattr(root, "all_tied_weights_keys", None) or {}
     ignored = getattr(root, "_keys_to_ignore_on_save", None) or ()
-    state = {name: t for name, t in state.items() if name not in tied and name not in ignored}
+    state = {name: t for name, t in _plain_state(root).items() if name not in tied and name not in ignored}
     return revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state
 
 
@@ -157,7 +186,7 @@ def named_tensors(source: "nn.Module | str | os.PathLike[str]") -> Iterator[tupl
         if is_converted(source):
             yield from checkpoint_tensors(source)
         else:
-            yield from _rest(base_model(source), set()).items()
+            yield from _rest(base_model(source)).items()
         return
     folder = read_folder(source)
     for shard in folder.files:

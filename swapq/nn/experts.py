@@ -29,7 +29,7 @@ class SwapqExperts(QuantizedStorage):
     Attributes:
         swapq_layout: names, shapes and order of the fused parameters.
         spec: formats and backward mode of both linears.
-        trainable: whether the fused parameters are masters; else they hold codes, with ``*_scale`` and ``*_scale_2`` beside them.
+        trainable: whether the fused parameters are masters; else codes and scales stand in their place.
     """
 
     swapq_layout: ExpertsLayout
@@ -85,6 +85,12 @@ class SwapqExperts(QuantizedStorage):
         """Replace the masters by codes and scales (``trainable=False``)."""
         for name, q in self.quantized().items():
             self._store(name, q)
+        self.trainable = False
+        self.requires_grad_(False)
+
+    def allocate(self) -> None:
+        for name in (self.up_name, self.down_name):
+            self._allocate(name, self.spec.weights, transposed=self.spec.transposed)
         self.trainable = False
         self.requires_grad_(False)
 

@@ -3,7 +3,7 @@
 Invariant: the module's parameters keep their names; a trainable one keeps its plain master and quantizes it in each forward.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
 
     Attributes:
         spec: formats and backward mode.
-        trainable: whether ``weight`` is the master ``[N, K]``; else it holds codes and ``weight_scale`` (``weight_scale_2``) beside it.
+        trainable: whether ``weight`` is the master ``[N, K]``; else codes and scales stand in its place.
     """
 
     spec: LinearSpec
@@ -81,6 +81,17 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
         self.trainable = False
         if self.bias is not None:
             self.bias.requires_grad_(False)
+
+    def allocate(self) -> None:
+        self._allocate("weight", self.spec.weights)
+        self.trainable = False
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "weight" in self.__dict__.get("stored", {}):
+            return self._stored("weight")  # what asks for dtype, device or shape of a linear's weight finds them
+        return super().__getattr__(name)
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

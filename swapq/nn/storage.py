@@ -19,8 +19,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def part_names(weight: str) -> dict[str, str]:
-    """Parameter name of each part of the weight called ``weight``: ``gate_up_proj``, ``gate_up_proj_scale``, ``gate_up_proj_scale_2``."""
-    return {"codes": weight, "scales": f"{weight}_scale", "global_scale": f"{weight}_scale_2"}
+    """Parameter name of each part of the weight called ``weight``: ``gate_up_proj_codes``, ``gate_up_proj_scales``, ..."""
+    return {part: f"{weight}_{part}" for part in ("codes", "scales", "global_scale")}
 
 
 class QuantizedStorage(nn.Module):
@@ -42,13 +42,30 @@ class QuantizedStorage(nn.Module):
         """Replace masters by codes and scales."""
         raise NotImplementedError
 
+    def allocate(self) -> None:
+        """Replace masters by uninitialized codes and scales, on the masters' devices, for a loader to fill."""
+        raise NotImplementedError
+
     def _store(self, weight: str, q: QTensor) -> None:
         """Replace the master called ``weight`` by the parts of ``q``, as Parameters that never train."""
         self.stored[weight] = (q.format, q.scope, q.source_dtype)
+        self._parameters.pop(weight)
         names = part_names(weight)
         for part, tensor in q.named_parts().items():
             raw = tensor if tensor.dtype == torch.float32 else tensor.contiguous().view(torch.uint8)
             self.register_parameter(names[part], nn.Parameter(raw.contiguous(), requires_grad=False))
+
+    def _allocate(self, weight: str, fmt: str, *, transposed: bool = False) -> None:
+        form, master = formats.get(fmt), getattr(self, weight)
+        shape = (*master.shape[:-2], *master.shape[:-3:-1]) if transposed else tuple(master.shape)
+        shapes = form.part_shapes(shape, scope=form.default_scope)
+        parts = {
+            part: torch.empty(shapes[part], dtype=dtype, device=master.device) for part, dtype in form.dtypes.items()
+        }
+        q = QTensor(
+            parts["codes"], parts["scales"], fmt, form.default_scope, -1, torch.bfloat16, parts.get("global_scale")
+        )
+        self._store(weight, q)
 
     def _stored(self, weight: str) -> QTensor:
         fmt, scope, dtype = self.stored[weight]

@@ -1,0 +1,122 @@
+"""The quantizer that transformers calls: it swaps the modules of the empty model, and fills them after the rest is loaded."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from swapq.checkpoint.tensors import quantized_names, saved_state
+from swapq.convert import apply_plan, convert, swapped_modules
+from swapq.errors import CheckpointError
+from swapq.hf.config import SwapqConfig
+from swapq.hf.loading import fill, headers_of
+from swapq.plan import plan
+
+__all__ = ["SwapqHfQuantizer", "attach"]
+
+
+@register_quantizer("swapq")
+class SwapqHfQuantizer(HfQuantizer):
+    """Loads a quantized checkpoint into modules that hold codes, or converts a plain one after it is loaded."""
+
+    requires_calibration = False
+    quantization_config: SwapqConfig
+
+    def __init__(self, quantization_config: SwapqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.files: Sequence[str] = ()
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        config = self.quantization_config
+        if not self.pre_quantized:
+            return model
+        if config.quantized is None:
+            raise CheckpointError(
+                "quantization_config: `quantized`, the list of quantized weights, is missing; convert the checkpoint again"
+            )
+        self.files = kwargs.get("checkpoint_files") or ()
+        apply_plan(model, plan(model, config.recipe), check=False)
+        _compare(_strip(config.quantized, model), quantized_names(model))
+        for module in swapped_modules(model):
+            module.allocate()
+            module._is_hf_initialized = True  # type: ignore[assignment]  # transformers must not draw random values into codes
+        _hide(model)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if not self.pre_quantized:
+            convert(model, self.quantization_config.recipe, trainable=self.quantization_config.trainable)
+            if self.quantization_config.trainable:
+                self.remove_quantization_config(model)  # masters are saved: an ordinary checkpoint
+            else:
+                attach(model)
+            return model
+        fill(model, headers_of(self.files))
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        return saved_state(model), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # adapters beside the codes; the codes themselves never train
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return False
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Make ``save_pretrained`` of a model that holds codes write them, with the config that loads them again."""
+    config = SwapqConfig(**_described(model))
+    model.config.quantization_config = config
+    model.hf_quantizer = SwapqHfQuantizer(config, pre_quantized=True)  # type: ignore[assignment]
+    model.is_quantized = True  # type: ignore[assignment]
+    model.quantization_method = "swapq"
+
+
+def _described(model: PreTrainedModel) -> dict[str, Any]:
+    from swapq.checkpoint.tensors import quantization_config
+
+    return quantization_config(model)
+
+
+def _strip(listed: dict[str, list[str]], model: PreTrainedModel) -> dict[str, list[str]]:
+    """The list as a base model without its head spells it."""
+    prefix = f"{model.base_model_prefix}."
+    if model.base_model is not model:
+        return listed
+    return {fmt: [name.removeprefix(prefix) for name in names] for fmt, names in listed.items()}
+
+
+def _compare(listed: dict[str, list[str]], planned: dict[str, list[str]]) -> None:
+    for fmt in sorted(set(listed) | set(planned)):
+        there, here = set(listed.get(fmt, ())), set(planned.get(fmt, ()))
+        for names, what in ((there - here, "lists"), (here - there, "does not list")):
+            if names:
+                raise CheckpointError(
+                    f"quantization_config {what} {sorted(names)[0]} as {fmt} ({len(names)} such weights), which its own recipe "
+                    "contradicts; the config was edited or written by another version, convert the checkpoint again"
+                )
+
+
+def _hide(model: PreTrainedModel) -> None:
+    """Tell transformers' loading report that the quantized tensors are ours."""
+    prefixes = [name for name, module in model.named_modules() if module in set(swapped_modules(model))]
+    patterns = {rf"(^|\.){re.escape(prefix)}\." for prefix in prefixes} | {
+        rf"(^|\.){re.escape(p)}\." for p in _hub_prefixes(model)
+    }
+    model._keys_to_ignore_on_load_missing = set(model._keys_to_ignore_on_load_missing or ()) | patterns
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+
+
+def _hub_prefixes(model: PreTrainedModel) -> set[str]:
+    layouts = (getattr(module, "swapq_layout", None) for module in swapped_modules(model))
+    return {layout.hub_prefix for layout in layouts if layout is not None}
