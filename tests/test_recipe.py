@@ -1,0 +1,204 @@
+"""A recipe is frozen, comparable, serializable, and refuses what cannot be exact."""
+
+import copy
+import json
+import pickle
+
+import pytest
+
+from swapq.anatomy import NEVER_QUANTIZED, Role
+from swapq.errors import RecipeError, SwapqError
+from swapq.recipe import Recipe, names, planned
+
+
+def test_the_named_recipes_are_those_of_the_design_table():
+    assert names() == ["bf16", "mxfp8-rl", "nvfp4-rl"]
+    mxfp8, nvfp4, bf16 = Recipe.named("mxfp8-rl"), Recipe.named("nvfp4-rl"), Recipe.named("bf16")
+    assert dict(mxfp8.weights) == dict.fromkeys(("attention", "dense_mlp", "routed_experts", "shared_experts"), "mxfp8")
+    assert (mxfp8.activations, mxfp8.backward, mxfp8.last_layers_bf16) == ("mxfp8", "low_precision", 0)
+    assert dict(nvfp4.weights) == {"routed_experts": "nvfp4"}
+    assert (nvfp4.activations, nvfp4.backward, nvfp4.last_layers_bf16) == ("nvfp4", "dequantized", 0.15)
+    assert (dict(bf16.weights), bf16.activations, bf16.backward) == ({}, "bf16", "bf16")
+
+
+@pytest.mark.parametrize("name", ["fp8-block-rl", "fp8-rollout", "int4-qat", "nvfp4-pretrain"])
+def test_a_recipe_of_a_later_version_is_known_and_says_so(name):
+    assert name in planned()
+    for make in (Recipe.named, Recipe.resolve, lambda n: Recipe.from_dict({"name": n})):
+        with pytest.raises(RecipeError, match="planned, not in this version"):
+            make(name)
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(RecipeError, match="did you mean 'nvfp4-rl'"):
+        Recipe.named("nvfp4_rl")
+
+
+def test_an_unknown_key_names_itself_and_the_nearest_key():
+    with pytest.raises(RecipeError, match=r"unknown recipe key 'last_layer_bf16' \(did you mean 'last_layers_bf16'"):
+        Recipe.named("nvfp4-rl", last_layer_bf16=4)
+    with pytest.raises(RecipeError, match="'backwards'"):
+        Recipe.named("nvfp4-rl").replace(backwards="dequantized")
+
+
+def test_overrides_replace_only_their_field():
+    recipe = Recipe.named("nvfp4-rl", backward="high_precision", last_layers_bf16=4)
+    assert recipe == Recipe.named("nvfp4-rl").replace(backward="high_precision", last_layers_bf16=4)
+    assert recipe.weights == Recipe.named("nvfp4-rl").weights
+
+
+@pytest.mark.parametrize("role", [r.value for r in NEVER_QUANTIZED])
+def test_a_recipe_that_names_a_role_that_is_never_quantized_is_refused_with_the_reason(role):
+    with pytest.raises(RecipeError, match=role) as caught:
+        Recipe.named("nvfp4-rl", weights={"routed_experts": "nvfp4", role: "nvfp4"})
+    assert NEVER_QUANTIZED[Role(role)] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"weights": {"routed_expert": "nvfp4"}}, "did you mean 'routed_experts'"),
+        ({"weights": {"routed_experts": "nvfp8"}}, "no format"),
+        ({"weights": {"routed_experts": "int4"}}, "planned, not in this version"),
+        ({"weights": {"routed_experts": 4}}, "no format"),
+        ({"weights": "nvfp4"}, "expected a mapping"),
+        ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "mixes mxfp8 and nvfp4"),
+        ({"activations": "bf16"}, "weight-only"),
+        ({"activations": "mxfp8"}, "both operands have one format"),
+        ({"activations": "fp4"}, "did you mean 'nvfp4'"),
+        ({"activations": ["nvfp4"]}, "choose one of"),
+        ({"backward": "low_precision"}, "stochastic rounding"),
+        ({"backward": "dequantised"}, "did you mean 'dequantized'"),
+        ({"backward": "bf16"}, "BF16 training with NVFP4 rollout"),
+        ({"backward": "bf16", "activations": "bf16"}, "BF16 training with NVFP4 rollout"),
+        ({"keep_bf16": "kv_b_proj"}, "expected a list"),
+        ({"keep_bf16": [3]}, "expected a string"),
+        ({"keep_bf16": ["re:.*gate.*"]}, "regular expressions are not"),
+        ({"keep_bf16": ["a..b"]}, "not made of dotted name parts"),
+        ({"keep_bf16": [""]}, "not made of dotted name parts"),
+        ({"keep_bf16": ["layers 3"]}, "not made of dotted name parts"),
+        ({"last_layers_bf16": True}, "True"),
+        ({"first_layers_bf16": -1}, "-1"),
+        ({"last_layers_bf16": -0.1}, "-0.1"),
+        ({"last_layers_bf16": 1.0}, "whole number such as 1"),
+        ({"last_layers_bf16": 4.0}, "whole number such as 4"),
+        ({"last_layers_bf16": float("nan")}, "nan"),
+        ({"last_layers_bf16": "4"}, "expected a count"),
+        ({"expert_tp": 0}, "at least 1"),
+        ({"expert_tp": True}, "at least 1"),
+        ({"expert_tp": 2.0}, "at least 1"),
+        ({"name": ""}, "non-empty"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_at_construction(changes, says):
+    with pytest.raises(RecipeError, match=says):
+        Recipe.named("nvfp4-rl").replace(**changes)
+
+
+def test_bf16_weights_refuse_quantized_activations_and_gradients():
+    with pytest.raises(RecipeError, match="every weight is bf16"):
+        Recipe.named("bf16", activations="nvfp4")
+    with pytest.raises(RecipeError, match="every weight is bf16"):
+        Recipe.named("bf16", backward="dequantized")
+    with pytest.raises(RecipeError, match="every weight is bf16"):
+        Recipe.named("nvfp4-rl", weights={})
+
+
+def test_mxfp8_has_three_backward_modes_and_nvfp4_two():
+    for backward in ("low_precision", "high_precision", "dequantized"):
+        assert Recipe.named("mxfp8-rl", backward=backward).backward == backward
+    for backward in ("high_precision", "dequantized"):
+        assert Recipe.named("nvfp4-rl", backward=backward).backward == backward
+
+
+def test_a_role_given_bf16_equals_a_role_left_out():
+    full = {"routed_experts": "nvfp4", "shared_experts": "bf16"}
+    assert Recipe.named("nvfp4-rl", weights=full) == Recipe.named("nvfp4-rl")
+    assert Recipe.named("nvfp4-rl").format_of("shared_experts") == "bf16"
+
+
+def test_the_order_of_weights_changes_nothing():
+    mxfp8 = Recipe.named("mxfp8-rl")
+    turned = mxfp8.replace(weights=dict(reversed(list(mxfp8.weights.items()))))
+    assert turned == mxfp8
+    assert (turned.id, hash(turned)) == (mxfp8.id, hash(mxfp8))
+
+
+def test_dots_at_the_ends_of_a_pattern_mean_nothing_and_repeats_are_dropped():
+    assert Recipe.named("bf16", keep_bf16=[".mlp.gate.", "mlp.gate", "kv_b_proj"]).keep_bf16 == ("mlp.gate", "kv_b_proj")
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl"])
+def test_a_recipe_survives_json_pickle_and_copies(name):
+    recipe = Recipe.named(name, keep_bf16=["layers.*.mlp"], first_layers_bf16=1)
+    for other in (
+        Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))),
+        pickle.loads(pickle.dumps(recipe)),
+        copy.deepcopy(recipe),
+        Recipe.resolve(recipe),
+        Recipe.resolve(recipe.to_dict()),
+    ):
+        assert other == recipe
+        assert hash(other) == hash(recipe)
+        assert other.id == recipe.id
+
+
+def test_the_id_is_the_same_on_every_machine_and_differs_with_every_field():
+    assert Recipe.named("nvfp4-rl").id == "ea653e5f72fa"
+    base = Recipe.named("mxfp8-rl")
+    changes = [
+        {"name": "x"},
+        {"weights": {"routed_experts": "mxfp8"}},
+        {"backward": "dequantized"},
+        {"keep_bf16": ["a"]},
+        {"first_layers_bf16": 1},
+        {"last_layers_bf16": 1},
+        {"last_layers_bf16": 0.5},
+        {"expert_tp": 2},
+    ]
+    ids = {base.id, *(base.replace(**change).id for change in changes)}
+    assert len(ids) == len(changes) + 1
+
+
+def test_a_recipe_cannot_be_changed():
+    recipe = Recipe.named("nvfp4-rl")
+    with pytest.raises(AttributeError):
+        recipe.backward = "bf16"
+    with pytest.raises(TypeError):
+        recipe.weights["attention"] = "nvfp4"
+
+
+def test_fields_left_out_of_a_named_dict_are_that_recipes_and_not_bf16():
+    assert Recipe.resolve({"name": "nvfp4-rl", "last_layers_bf16": 4}) == Recipe.named("nvfp4-rl", last_layers_bf16=4)
+
+
+def test_resolve_reads_a_json_file_and_refuses_other_things(tmp_path):
+    path = tmp_path / "mine.json"
+    recipe = Recipe.named("mxfp8-rl", keep_bf16=["o_proj"]).replace(name="mine")
+    path.write_text(json.dumps(recipe.to_dict()))
+    assert Recipe.resolve(path) == Recipe.resolve(str(path)) == recipe
+    assert Recipe.resolve(path, expert_tp=2).expert_tp == 2
+    path.write_text("[1]")
+    with pytest.raises(RecipeError, match="expected an object"):
+        Recipe.resolve(path)
+    path.write_text("{")
+    with pytest.raises(RecipeError, match="not readable as JSON"):
+        Recipe.resolve(path)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.resolve(tmp_path / "absent.json")
+    with pytest.raises(RecipeError, match="got int"):
+        Recipe.resolve(3)
+    with pytest.raises(RecipeError, match="needs a name"):
+        Recipe.from_dict({})
+
+
+def test_a_refused_recipe_is_a_swapq_error_and_a_value_error():
+    with pytest.raises(SwapqError):
+        Recipe.named("no")
+    with pytest.raises(ValueError, match="unknown recipe"):
+        Recipe.named("no")
+
+
+@pytest.mark.parametrize(("value", "layers", "count"), [(0.15, 48, 7), (0.15, 10, 2), (0.15, 2, 0), (0.5, 5, 3), (4, 48, 4), (0, 48, 0)])
+def test_a_fraction_of_layers_is_rounded_to_nearest(value, layers, count):
+    assert Recipe.layer_count(value, layers) == count
