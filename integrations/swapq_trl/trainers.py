@@ -27,6 +27,8 @@ class _SwapqTrainer(_Base):
     construction runs as if without vLLM, and the engine is built right after it, from the same arguments.
     """
 
+    vllm_generation: Any
+
     def __init__(self, *args: Any, approximate_lora: bool = False, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         config = bound.arguments.get("args")
