@@ -278,7 +278,8 @@ def _check_lengths(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, 
 def _linear_lengths(info: TensorInfo, fmt: str, recipe: Recipe, tp: int) -> Iterable[str]:
     rows, length = info.shape
     owner = info.name.removesuffix(".weight").rpartition(".")[2]
-    advice = f"add {owner!r} to keep_bf16"
+    group = next((names for names in FUSED_GROUPS if owner in names), frozenset({owner}))
+    advice = f"add {' and '.join(repr(part) for part in sorted(group))} to keep_bf16"
     yield from _cut(info.name, length, tp if owner in ROW_PARALLEL else 1, fmt, f"tp = {tp}", advice)
     yield from _rows(info.name, rows, fmt, recipe, advice)
 

@@ -26,7 +26,9 @@ def as_dict(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     to_dict = getattr(config, "to_dict", None)
-    return dict(to_dict()) if callable(to_dict) else dict(vars(config))
+    values = dict(to_dict()) if callable(to_dict) else dict(vars(config))
+    stated = getattr(config, "model_type", None)  # to_dict gives the class's, whatever the object says
+    return {**values, "model_type": stated} if isinstance(stated, str) else values
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

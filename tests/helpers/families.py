@@ -47,7 +47,7 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_DEEP, **_MLA},
     "glm4_moe": _DEEP,
     "glm4_moe_lite": {**_DEEP, **_MLA, "mlp_layer_types": ["dense", "sparse"]},
-    "dots1": {**_DEEP, "layer_types": ["full_attention", "full_attention"]},
+    "dots1": {**_DEEP, "n_shared_experts": 1, "layer_types": ["full_attention", "full_attention"]},
     "gpt_oss": {**_WIDE, "num_local_experts": EXPERTS},
     "nemotron_h": _NEMOTRON,
     "nemotron_h/latent": {**_NEMOTRON, "moe_latent_size": 32},
