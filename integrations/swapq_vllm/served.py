@@ -52,8 +52,9 @@ class Served:
         return names - {n for n, _ in self.model.named_parameters()}
 
     def begin(self) -> None:
-        """Prepare for an update."""
+        """Prepare for an update: what is known of the model is learned before vLLM takes its parameters apart."""
         adopt(self.model)
+        _ = self.placements, self.tied
 
     def abandon(self) -> None:
         """After a failed update: no parameter stays on the meta device, so that the next update can begin."""
