@@ -8,6 +8,7 @@ rollouts in the same process, an export, and a check that a fresh vLLM and trans
 
 import argparse
 import contextlib
+import logging
 import os
 import statistics
 import sys
@@ -30,6 +31,8 @@ for _name, _value in {
     "TRANSFORMERS_VERBOSITY": "error",
 }.items():
     os.environ.setdefault(_name, _value)
+for _noisy in ("torchao", "torch.utils._pytree", "transformers.utils.import_utils"):
+    logging.getLogger(_noisy).setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", category=UserWarning)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -90,6 +93,7 @@ def training_config(options: argparse.Namespace) -> GRPOConfig:
         router_aux_loss_coef=0.0,  # the load-balancing loss would pull against the task (facts of MoE RL)
         vllm_importance_sampling_mode="token_truncate",  # per sequence, the ratio grows with the length
         bf16=True,
+        gradient_checkpointing=False,  # on by default in TRL; here it only computes each forward twice
         use_cpu=not torch.cuda.is_available(),
         use_vllm=True,
         vllm_mode="colocate",
@@ -158,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
 
     checkpoint = options.output / "checkpoint"
     with waiting(console, f"exporting to {checkpoint}"):
+        model.to(torch.bfloat16)  # what stays unquantized is published in BF16; codes come from BF16 masters anyway
         swapq.export(model, checkpoint)
         tokenizer.save_pretrained(checkpoint)
     sums = all_sums()[:: max(1, len(all_sums()) // 100)]
