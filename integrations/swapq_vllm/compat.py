@@ -38,14 +38,16 @@ def require_supported() -> None:
     found = vllm_version()
     if not SUPPORTED[0] <= found <= SUPPORTED[1]:
         low, high = (".".join(map(str, v)) for v in SUPPORTED)
-        raise UnsupportedError(f"vLLM {found[0]}.{found[1]} is installed, but swapq_vllm supports {low} to {high}; install a version in that range")
+        raise UnsupportedError(
+            f"vLLM {found[0]}.{found[1]} is installed, but swapq_vllm supports {low} to {high}; install a version in that range"
+        )
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:
     """The weight loader of ``tensor`` without the wrappers of vLLM's layerwise reload."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    loader = getattr(tensor, "weight_loader", default_weight_loader)
+    loader: Any = getattr(tensor, "weight_loader", default_weight_loader)
     while loader.__name__ == "online_process_loader":
         loader = loader.__wrapped__
     return loader
@@ -81,7 +83,9 @@ def on_meta(model: nn.Module) -> Iterator[None]:
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                raise UnsupportedError("a weight update of this engine is in progress; finish it before asking where tensors live")
+                raise UnsupportedError(
+                    "a weight update of this engine is in progress; finish it before asking where tensors live"
+                )
             saved.append((layer, *_tensors(layer), set(layer._non_persistent_buffers_set)))
             restore_layer_on_meta(layer, info)
             for group in _tensors(layer):
@@ -110,4 +114,4 @@ def abandon_reload(model: nn.Module) -> None:
         info.reset()
     getattr(layerwise, "LOADING_LAYERS", set()).clear()
     if hasattr(model, "_original_do_torchao_reload"):
-        model._do_torchao_reload = model._original_do_torchao_reload  # type: ignore[assignment]
+        model._do_torchao_reload = model._original_do_torchao_reload

@@ -23,7 +23,9 @@ _MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pr
 class SwapqConfig(QuantizationConfig):
     """``quantization_config`` of a checkpoint in swapq's layout; without arguments, a BF16 checkpoint."""
 
-    def __init__(self, recipe: Mapping[str, Any] | None = None, quantized: Mapping[str, list[str]] | None = None) -> None:
+    def __init__(
+        self, recipe: Mapping[str, Any] | None = None, quantized: Mapping[str, list[str]] | None = None
+    ) -> None:
         super().__init__()
         self.recipe = dict(recipe or {"name": "bf16"})
         #: checkpoint name of every quantized weight -> format
@@ -37,7 +39,7 @@ class SwapqConfig(QuantizationConfig):
         return "swapq"
 
     @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:  # type: ignore[override]
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         return [torch.bfloat16]
 
     @classmethod
@@ -58,19 +60,29 @@ class SwapqConfig(QuantizationConfig):
         """
         version, layout = config.get("version"), config.get("layout")
         if version != 1 or layout != "swapq":
-            raise UnsupportedError(f"quantization_config has version {version!r} and layout {layout!r}; this plugin reads version 1, layout 'swapq'")
+            raise UnsupportedError(
+                f"quantization_config has version {version!r} and layout {layout!r}; this plugin reads version 1, layout 'swapq'"
+            )
         recipe, quantized = config.get("recipe"), config.get("quantized")
         if not isinstance(recipe, dict) or not isinstance(quantized, dict):
-            raise CheckpointError("quantization_config needs the objects `recipe` and `quantized`; export the checkpoint again")
+            raise CheckpointError(
+                "quantization_config needs the objects `recipe` and `quantized`; export the checkpoint again"
+            )
         seen: dict[str, str] = {}
         for fmt, names in quantized.items():
             if fmt not in ("nvfp4", "mxfp8"):
-                raise UnsupportedError(f"quantization_config lists weights in format {fmt!r}; this plugin runs nvfp4 and mxfp8")
+                raise UnsupportedError(
+                    f"quantization_config lists weights in format {fmt!r}; this plugin runs nvfp4 and mxfp8"
+                )
             for name in names:
                 if name in seen:
-                    raise CheckpointError(f"{name}: quantization_config lists it twice, as {seen[name]} and as {fmt}; export the checkpoint again")
+                    raise CheckpointError(
+                        f"{name}: quantization_config lists it twice, as {seen[name]} and as {fmt}; export the checkpoint again"
+                    )
                 if not name.endswith(".weight"):
-                    raise CheckpointError(f"{name}: quantization_config lists it, but quantized weights end in '.weight'; export the checkpoint again")
+                    raise CheckpointError(
+                        f"{name}: quantization_config lists it, but quantized weights end in '.weight'; export the checkpoint again"
+                    )
                 seen[name] = fmt
         return cls(recipe, quantized)
 
@@ -106,7 +118,9 @@ class SwapqConfig(QuantizationConfig):
             moe = layer.moe_config
             shards = ("w1", "w2", "w3") if moe.is_act_and_mul else ("w1", "w2")
             wanted = [(expert, shard) for expert in range(moe.num_logical_experts) for shard in shards]
-            fmt = self._one_format(prefix, [names.get(slot) for slot in wanted], f"{len(names)} of {len(wanted)} experts' weights")
+            fmt = self._one_format(
+                prefix, [names.get(slot) for slot in wanted], f"{len(names)} of {len(wanted)} experts' weights"
+            )
             self._claim(names.values())
             method = SwapqExpertsMethod(
                 moe, prefix=prefix, fmt=fmt, activations=self.activations, expert_tp=self.expert_tp, names=names
@@ -118,10 +132,14 @@ class SwapqConfig(QuantizationConfig):
                 return self._mine(Bf16LinearMethod())
             fmt = self._one_format(prefix, list(shards_of.values()), "some of its parts")
             if fmt != "mxfp8":
-                raise UnsupportedError(f"{prefix}: quantization_config lists it as {fmt}; linears outside routed experts run in mxfp8 only")
+                raise UnsupportedError(
+                    f"{prefix}: quantization_config lists it as {fmt}; linears outside routed experts run in mxfp8 only"
+                )
             linear_names = {shard: name for shard, name in shards_of.items() if name is not None}
             self._claim(linear_names.values())
-            return self._mine(SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=self.activations, names=linear_names))
+            return self._mine(
+                SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=self.activations, names=linear_names)
+            )
         if isinstance(layer, VocabParallelEmbedding):
             return self._mine(Bf16EmbeddingMethod())
         return None

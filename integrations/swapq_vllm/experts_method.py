@@ -18,7 +18,7 @@ from swapq_vllm.ops import routed_experts
 from swapq_vllm.soundness import unsound
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
+    from vllm.model_executor.layers.fused_moe import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
 __all__ = ["SwapqExpertsMethod"]
@@ -71,7 +71,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: "RoutedExperts",
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -100,7 +100,11 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
                 parameter = nn.Parameter(torch.empty(shape, dtype=form.dtypes[part]), requires_grad=False)
                 layer.register_parameter(name, parameter)
                 if part != "codes":
-                    kind = FusedMoeWeightScaleSupported.TENSOR if part == "global_scale" else FusedMoeWeightScaleSupported.BLOCK
+                    kind = (
+                        FusedMoeWeightScaleSupported.TENSOR
+                        if part == "global_scale"
+                        else FusedMoeWeightScaleSupported.BLOCK
+                    )
                     parameter.quant_method = kind.value  # type: ignore[attr-defined]
                 for shard in ("w1", "w3") if stack == _FIRST else ("w2",):
                     shapes[name, shard] = form.part_shapes(whole[shard], scope=form.default_scope)[part]
@@ -108,7 +112,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             getattr(layer, name).weight_loader = guard_experts(layer, self.arrivals, shapes)
         layer.swapq_operands = None
 
-    def _require_supported(self, layer: "RoutedExperts", tp: int, hidden: int, inner: int) -> None:
+    def _require_supported(self, layer: Any, tp: int, hidden: int, inner: int) -> None:
         if tp != self.expert_tp:
             raise UnsupportedError(
                 f"{self.prefix}: the engine splits experts over {tp} ranks, but the recipe says expert_tp={self.expert_tp}, which decides "
@@ -117,7 +121,9 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             )
         act = layer.activation.value
         if act not in _GATES:
-            raise UnsupportedError(f"{self.prefix}: activation {act!r} has no exact counterpart here; known are {', '.join(_GATES)}")
+            raise UnsupportedError(
+                f"{self.prefix}: activation {act!r} has no exact counterpart here; known are {', '.join(_GATES)}"
+            )
         self.act, self.gated = _GATES[act]
         options = {
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,
@@ -127,12 +133,14 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         }
         for option, on in options.items():
             if on:
-                raise UnsupportedError(f"{self.prefix}: this model uses {option}, which swapq's expert block does not; serve it in BF16")
+                raise UnsupportedError(
+                    f"{self.prefix}: this model uses {option}, which swapq's expert block does not; serve it in BF16"
+                )
         form = formats.get(self.format)
         form.check_length(hidden, name=f"{self.prefix} (hidden size)")
         form.check_length(inner, name=f"{self.prefix} (intermediate size {inner * tp} over {tp} ranks)")
 
-    def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Validate what was loaded; on the CPU, refresh the expanded operands.
 
         Raises:
@@ -152,7 +160,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         if current_platform.is_cpu():
             self._refresh(layer)
 
-    def _require_sound(self, layer: "RoutedExperts", here: list[tuple[int, str]]) -> None:
+    def _require_sound(self, layer: Any, here: list[tuple[int, str]]) -> None:
         bad: list[tuple[str, Tensor]] = []
         for stack in (_FIRST, _SECOND):
             for part, suffix in formats.get(self.format).suffixes.items():
@@ -179,20 +187,22 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             "the checkpoint or the trainer's weights are damaged"
         )
 
-    def _parts(self, layer: nn.Module, stack: str) -> Parts:
+    def _parts(self, layer: Any, stack: str) -> Parts:
         global_scale = getattr(layer, f"{stack}_scale_2", None)
         if global_scale is not None:
             global_scale = global_scale.data[:, 0] if stack == _FIRST else global_scale.data
         return Parts(getattr(layer, stack).data, getattr(layer, f"{stack}_scale").data, global_scale)
 
-    def _refresh(self, layer: nn.Module) -> None:
+    def _refresh(self, layer: Any) -> None:
         if layer.swapq_operands is None:
-            layer.swapq_operands = tuple(Operands(self._parts(layer, stack), self.format) for stack in (_FIRST, _SECOND))
+            layer.swapq_operands = tuple(
+                Operands(self._parts(layer, stack), self.format) for stack in (_FIRST, _SECOND)
+            )
             return
         for operand, stack in zip(layer.swapq_operands, (_FIRST, _SECOND), strict=True):
             operand.refresh(self._parts(layer, stack))
 
-    def weights(self, layer: nn.Module) -> tuple[list[Tensor], list[Tensor], str]:
+    def weights(self, layer: Any) -> tuple[list[Tensor], list[Tensor], str]:
         """The op's ``gate_up``, ``down`` and ``stored``."""
         if layer.swapq_operands is not None:
             first, second = layer.swapq_operands
@@ -202,7 +212,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
 
     def apply(
         self,
-        layer: "RoutedExperts",
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -215,10 +225,10 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             x, topk_weights, topk_ids, layer.expert_map, gate_up, down, stored, self.activations, self.act, self.gated
         )
 
-    def get_fused_moe_quant_config(self, layer: "RoutedExperts") -> "FusedMoEQuantConfig | None":
+    def get_fused_moe_quant_config(self, layer: Any) -> "FusedMoEQuantConfig | None":
         """None: no kernel of vLLM's runs these experts."""
         return None
 
-    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+    def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
         return getattr(layer, name)

@@ -42,7 +42,9 @@ def checkpoint_files(model_config: "ModelConfig", load_config: "LoadConfig") -> 
 
     loader = get_model_loader(load_config)
     if not hasattr(loader, "_prepare_weights"):
-        raise UnsupportedError(f"load format {load_config.load_format!r} does not say which files it read; start the engine from safetensors")
+        raise UnsupportedError(
+            f"load format {load_config.load_format!r} does not say which files it read; start the engine from safetensors"
+        )
     return loader._prepare_weights(model_config.model, None, model_config.revision, False, ["*.safetensors"])[1]
 
 
@@ -58,7 +60,16 @@ def engine_headers(model_config: "ModelConfig", load_config: "LoadConfig") -> di
 
 _UNUSUAL = tuple(
     getattr(torch, name)
-    for name in ("uint8", "int8", "uint16", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    for name in (
+        "uint8",
+        "int8",
+        "uint16",
+        "uint32",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    )
     if hasattr(torch, name)
 )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swapq.digest import tensor_digest
-from swapq.errors import SyncError
+from swapq.errors import SwapqError, SyncError
 from swapq_vllm.placement import Layouts, Placement
 from swapq_vllm.served import Served
 
@@ -48,7 +48,8 @@ class Ledger:
 
     def explain(self, error: Exception) -> str:
         """What to tell the sender about an exception raised while loading."""
-        return f"the update failed at {self.current} ({type(error).__name__}: {error}); {len(self.arrived)} tensors had arrived"
+        what = str(error) if isinstance(error, SwapqError) else f"{type(error).__name__}: {error}"
+        return f"the update failed: {what} (at {self.current}, after {len(self.arrived)} tensors)"
 
     def compare_held(self) -> tuple[int, tuple[str, ...]]:
         """Read every tensor back from the engine and compare.
@@ -66,12 +67,18 @@ class Ledger:
             if any(part is None for part in held):
                 unreadable.append(name)
                 continue
-            have = [_part_digest(part.reshape(placement.meta.shape) if placement.whole else part) for part in held if part is not None]
-            if have != self.arrived[name].parts if pieces else False:
+            have = [
+                _part_digest(part.reshape(placement.meta.shape) if placement.whole else part)
+                for part in held
+                if part is not None
+            ]
+            if pieces and have != self.arrived[name].parts:
                 wrong.append(name)
             compared += bool(pieces)
         if wrong:
-            raise SyncError(f"the engine does not hold what arrived: {_listed(wrong)}; a loader changed the bytes. Sync again or restart the engine")
+            raise SyncError(
+                f"the engine does not hold what arrived: {_listed(wrong)}; a loader changed the bytes: sync again or restart the engine"
+            )
         return compared, tuple(unreadable)
 
     def _expected_placement(self, name: str, tensor: Tensor) -> Placement | None:
@@ -85,11 +92,17 @@ class Ledger:
             hint = f"; the nearest name is {near[0]}" if near else ""
             raise SyncError(f"{name}: the engine's checkpoint has no tensor of that name{hint}; send checkpoint names")
         meta = placement.meta
-        alike = tensor.dtype == meta.dtype or (tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not name.endswith("_scale_2"))
+        alike = tensor.dtype == meta.dtype or (
+            tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not name.endswith("_scale_2")
+        )
         if not alike:
-            raise SyncError(f"{name}: arrived as {tensor.dtype}, but the engine holds {meta.dtype}; send it in the checkpoint's dtype")
+            raise SyncError(
+                f"{name}: arrived as {tensor.dtype}, but the engine holds {meta.dtype}; send it in the checkpoint's dtype"
+            )
         if tuple(tensor.shape) != meta.shape:
-            raise SyncError(f"{name}: arrived with shape {tuple(tensor.shape)}, but the checkpoint has {meta.shape}; send the whole tensor")
+            raise SyncError(
+                f"{name}: arrived with shape {tuple(tensor.shape)}, but the checkpoint has {meta.shape}; send the whole tensor"
+            )
         return placement
 
     def _arrival(self, tensor: Tensor, placement: Placement | None) -> Arrival:
@@ -108,19 +121,25 @@ class Ledger:
     def _compare_with_sender(self, name: str) -> None:
         sent = None if self.expected is None else self.expected.get(name)
         if sent is not None and sent != self.arrived[name].digest:
-            raise SyncError(f"{name}: arrived with digest {self.arrived[name].digest}, but the sender has {sent}; bytes changed on the way")
+            raise SyncError(
+                f"{name}: arrived with digest {self.arrived[name].digest}, but the sender has {sent}; bytes changed on the way"
+            )
 
     def _require_complete(self) -> None:
         missing = [n for n, p in self.served.placements.items() if n not in self.arrived and p.pieces]
         if missing:
-            raise SyncError(f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(missing)}; send every tensor every time")
+            raise SyncError(
+                f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(missing)}; send every tensor every time"
+            )
         if self.expected is not None:
             for name in self.arrived:
                 self._compare_with_sender(name)
             unsent = sorted(set(self.expected) - set(self.arrived))
             unknown = sorted(set(self.arrived) - set(self.expected))
             if unsent:
-                raise SyncError(f"the sender has digests of {len(unsent)} tensors that did not arrive: {_listed(unsent)}")
+                raise SyncError(
+                    f"the sender has digests of {len(unsent)} tensors that did not arrive: {_listed(unsent)}"
+                )
             if unknown:
                 raise SyncError(f"the sender has no digest of {len(unknown)} tensors that arrived: {_listed(unknown)}")
 

@@ -36,7 +36,7 @@ class SwapqLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -62,7 +62,7 @@ class SwapqLinearMethod(LinearMethodBase):
                 setattr(parameter, attribute, value)
         layer.swapq_operands = None
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Validate what was loaded; on the CPU, refresh the expanded operand.
 
         Raises:
@@ -87,15 +87,15 @@ class SwapqLinearMethod(LinearMethodBase):
         else:
             layer.swapq_operands.refresh(self._parts(layer))
 
-    def _parts(self, layer: nn.Module) -> Parts:
+    def _parts(self, layer: Any) -> Parts:
         return Parts(layer.weight.data, layer.weight_scale.data)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` to BF16 ``[..., N]``, rows quantized on the way in."""
         if layer.swapq_operands is not None:
             return stacked_linear(x, layer.swapq_operands.tensors, bias, "", self.activations)
         return stacked_linear(x, list(self._parts(layer)[:2]), bias, self.format, self.activations)
 
-    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+    def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
         return getattr(layer, name)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swapq.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Arrivals:
             known = self._seen[name] = (ref(parameter), set())
         known[1].add(slot)
 
-    def require(self, layer: nn.Module, wanted: Mapping[str, Iterable[Slot]]) -> None:
+    def require(self, layer: Any, wanted: Mapping[str, Iterable[Slot]]) -> None:
         """Raise unless every slot of every parameter was loaded, and forget what was.
 
         Args:
@@ -74,11 +74,13 @@ def _refuse(weight: str, parameter: str, loaded: Tensor, dtype: torch.dtype, sha
     )
 
 
-def _name_of(layer: nn.Module, parameter: Tensor) -> str:
+def _name_of(layer: Any, parameter: Tensor) -> str:
     return next(name for name, tensor in layer._parameters.items() if tensor is parameter)
 
 
-def guard_experts(layer: nn.Module, arrivals: Arrivals, shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> Callable[..., Any]:
+def guard_experts(
+    layer: Any, arrivals: Arrivals, shapes: Mapping[tuple[str, str], tuple[int, ...]]
+) -> Callable[..., Any]:
     """Weight loader for the parameters of a routed-experts layer.
 
     Args:
@@ -88,7 +90,7 @@ def guard_experts(layer: nn.Module, arrivals: Arrivals, shapes: Mapping[tuple[st
     """
 
     def load(
-        layer: nn.Module,
+        layer: Any,
         param: Tensor,
         loaded_weight: Tensor,
         weight_name: str,
@@ -103,7 +105,7 @@ def guard_experts(layer: nn.Module, arrivals: Arrivals, shapes: Mapping[tuple[st
         shape = shapes[name, shard_id]
         if loaded_weight.dtype != param.dtype or tuple(loaded_weight.shape) != shape:
             _refuse(weight, name, loaded_weight, param.dtype, shape)
-        done = type(layer).weight_loader(  # type: ignore[attr-defined]
+        done = type(layer).weight_loader(
             layer, param, loaded_weight, weight_name, shard_id, expert_id, return_success=True
         )
         if done and not param.is_meta:
@@ -115,7 +117,7 @@ def guard_experts(layer: nn.Module, arrivals: Arrivals, shapes: Mapping[tuple[st
     return MethodType(load, layer)
 
 
-def guard_linear(layer: nn.Module, arrivals: Arrivals, columns: Mapping[str, int]) -> Callable[..., Any]:
+def guard_linear(layer: Any, arrivals: Arrivals, columns: Mapping[str, int]) -> Callable[..., Any]:
     """Weight loader for the parameters of a linear, merged or not.
 
     Args:
@@ -124,7 +126,7 @@ def guard_linear(layer: nn.Module, arrivals: Arrivals, columns: Mapping[str, int
         columns: parameter name to the length of its last axis before sharding.
     """
 
-    def load(layer: nn.Module, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+    def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
         name, slot = _name_of(layer, param), (shard[0] if shard else None,)
         slots = [slot] if slot in arrivals.expected else list(arrivals.expected) if slot == (None,) else []
         weight = arrivals.expected[slots[0]] if slots else f"{getattr(layer, 'prefix', 'linear')} shard {slot[0]}"
@@ -132,7 +134,7 @@ def guard_linear(layer: nn.Module, arrivals: Arrivals, columns: Mapping[str, int
         if not slots or loaded_weight.dtype != param.dtype or tuple(loaded_weight.shape) != shape:
             _refuse(weight, name, loaded_weight, param.dtype, shape)
         try:
-            type(layer).weight_loader(layer, param, loaded_weight, *shard)  # type: ignore[attr-defined]
+            type(layer).weight_loader(layer, param, loaded_weight, *shard)
         except (AssertionError, RuntimeError) as error:
             raise CheckpointError(
                 f"{weight}{_suffix(name)}: {list(loaded_weight.shape)} does not fit the layer ({error}); "

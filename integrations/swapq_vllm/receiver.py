@@ -18,7 +18,7 @@ from swapq_vllm.served import Served
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["UpdateReport", "apply_update", "receive", "served_digests", "served_tensors"]
+__all__ = ["UpdateReport", "apply_update", "receive", "served_digests", "served_tensors", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class UpdateReport:
     unverified: tuple[str, ...]
 
 
-def apply_update(llm: "LLM", tensors: Iterable[tuple[str, Tensor]], expected_digests: Mapping[str, str] | None = None) -> UpdateReport:
+def apply_update(
+    llm: "LLM", tensors: Iterable[tuple[str, Tensor]], expected_digests: Mapping[str, str] | None = None
+) -> UpdateReport:
     """Replace every weight of an in-process engine and prove that it holds them.
 
     Args:
@@ -64,7 +66,9 @@ def apply_update(llm: "LLM", tensors: Iterable[tuple[str, Tensor]], expected_dig
     try:
         arrived, held, unverified, count = llm.collective_rpc(receive, args=(tensors, expected_digests))[0]
         if not llm.reset_prefix_cache():
-            raise SyncError("the prefix cache could not be reset, so old and new weights would mix; finish running requests, then sync again")
+            raise SyncError(
+                "the prefix cache could not be reset, old and new weights would mix; finish running requests, then sync"
+            )
     except SyncError as error:
         close_front(llm, str(error))
         raise
@@ -97,6 +101,20 @@ def receive(
         raise failure from error
     open_worker(worker)
     return len(ledger.arrived), held, unverified, ledger.bytes
+
+
+def verify(worker: Any, expected_digests: Mapping[str, str]) -> dict[str, list[str]]:
+    """Check a worker after an update that came another way (a server's weight transfer). See :meth:`Served.verify`.
+
+    A worker that holds a wrong tensor, or holds one whose digest the sender did not give, is closed; a right one is opened.
+    """
+    worker = getattr(worker, "worker", worker)
+    found = Served.of(worker).verify(expected_digests)
+    if found["wrong"] or found["unsent"]:
+        close_worker(worker, f"it does not hold what was sent: {', '.join((found['wrong'] + found['unsent'])[:6])}")
+    else:
+        open_worker(worker)
+    return found
 
 
 def served_tensors(llm: "LLM") -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,13 @@
 """What one worker serves: its model, where every checkpoint tensor lives in it, and at which addresses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from swapq.digest import tensor_digest
 from swapq.errors import SyncError
 from swapq_vllm.compat import abandon_reload
 from swapq_vllm.headers import engine_headers
@@ -69,12 +70,38 @@ class Served:
             if tensor is not None:
                 yield name, tensor
 
+    def verify(self, expected: Mapping[str, str]) -> dict[str, list[str]]:
+        """Compare what is held now with the sender's digests.
+
+        Returns:
+            Names under ``equal``, ``wrong``, ``unreadable`` (not held whole by this rank, or in a layout that cannot be read back),
+            ``unsent`` (held, but without a digest from the sender) and ``unknown`` (a digest of a name that the checkpoint has not).
+        """
+        adopt(self.model)
+        found: dict[str, list[str]] = {"equal": [], "wrong": [], "unreadable": [], "unsent": []}
+        layouts = Layouts()
+        for name, placement in self.placements.items():
+            if not placement.pieces:
+                continue
+            tensor = placement.served(layouts)
+            if name not in expected:
+                kind = "unsent"
+            elif tensor is None:
+                kind = "unreadable"
+            else:
+                kind = "equal" if tensor_digest(tensor) == expected[name] else "wrong"
+            found[kind].append(name)
+        found["unknown"] = sorted(set(expected) - set(self.placements) - self.tied)
+        return found
+
     def require_same_addresses(self) -> None:
         """Raise if an update moved a tensor: captured graphs would read the old one."""
         now = self._addresses()
         moved = sorted(name for name, address in self.addresses.items() if now.get(name) != address)
         if moved:
-            raise SyncError(f"the update moved {len(moved)} live tensors, which compiled graphs would not notice, first {moved[0]}; restart the engine")
+            raise SyncError(
+                f"the update moved {len(moved)} live tensors, first {moved[0]}; compiled graphs would read the old ones: restart the engine"
+            )
 
     def _addresses(self) -> dict[str, int]:
         return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}

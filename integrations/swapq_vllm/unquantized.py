@@ -19,7 +19,7 @@ from swapq_vllm.built import built
 from swapq_vllm.packing import unpack_experts
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    pass
 
 __all__ = ["Bf16EmbeddingMethod", "Bf16ExpertsMethod", "Bf16LinearMethod", "adopt", "load_layout"]
 
@@ -30,7 +30,7 @@ class _Once:
     def __init__(self, function: Any) -> None:
         self.function, self.ran = function, False
 
-    def __call__(self, layer: nn.Module) -> None:
+    def __call__(self, layer: Any) -> None:
         self.ran = True
         self.function(layer)
 
@@ -38,9 +38,9 @@ class _Once:
 class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
     """BF16 experts whose CPU kernel gets its packed weights at every load, not only at the first."""
 
-    def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         built(self)
-        experts = None if self.moe_kernel is None else self.moe_kernel.fused_experts
+        experts: Any = None if self.moe_kernel is None else self.moe_kernel.fused_experts
         if experts is None or not current_platform.is_cpu():
             super().process_weights_after_loading(layer)
             return
@@ -53,7 +53,7 @@ class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
         if not prepack.ran:
             prepack(layer)
 
-    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+    def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """Parameter ``name`` as it was loaded; None where the backend's own layout cannot be undone."""
         live = getattr(layer, name)
         if not current_platform.is_cpu():
@@ -75,19 +75,19 @@ class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
 class Bf16LinearMethod(UnquantizedLinearMethod):
     """A BF16 linear that on the CPU multiplies by its live parameter, as the trainer does."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         built(self)
         if current_platform.is_cpu():
             layer.cpu_linear = F.linear  # some layers call it themselves
         else:
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if current_platform.is_cpu():
             return F.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)
 
-    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+    def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
         return getattr(layer, name)
 
@@ -95,19 +95,19 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
 class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
     """Embedding and LM head, whose CPU projection multiplies by the live parameter."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         built(self)
         if current_platform.is_cpu():
             layer.cpu_linear = F.linear
         else:
             super().process_weights_after_loading(layer)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if current_platform.is_cpu():
             return F.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)
 
-    def load_layout(self, layer: nn.Module, name: str) -> Tensor | None:
+    def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
         return getattr(layer, name)
 
@@ -120,9 +120,9 @@ def adopt(model: nn.Module) -> None:
             method.__class__ = Bf16ExpertsMethod
 
 
-def load_layout(layer: nn.Module, name: str) -> Tensor | None:
+def load_layout(layer: Any, name: str) -> Tensor | None:
     """Tensor ``name`` of ``layer`` in the layout in which it was loaded; None where only vLLM knows how it is held."""
-    method = getattr(layer, "quant_method", None)
+    method: Any = getattr(layer, "quant_method", None)
     live: torch.Tensor = getattr(layer, name)
     if hasattr(method, "load_layout"):
         return method.load_layout(layer, name)

@@ -13,7 +13,9 @@ def unusable_config(reason: Exception) -> type[QuantizationConfig]:
     """A configuration class whose every use raises ``reason``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"this checkpoint needs swapq_vllm, which cannot be used in this installation: {reason}") from reason
+        raise UnsupportedError(
+            f"this checkpoint needs swapq_vllm, which cannot be used in this installation: {reason}"
+        ) from reason
 
     members = ("get_name", "get_supported_act_dtypes", "get_quant_method", "__init__")
     static: dict[str, Any] = {name: refuse for name in members}

@@ -1,0 +1,19 @@
+"""Methods for the workers of a server: ``vllm serve ... --worker-extension-cls swapq_vllm.worker.WorkerExtension``."""
+
+from swapq.digest import tensor_digest
+from swapq_vllm.receiver import verify
+from swapq_vllm.served import Served
+
+__all__ = ["WorkerExtension"]
+
+
+class WorkerExtension:
+    """What a sender calls through ``collective_rpc`` after ``finish_weight_update``, since a server checks nothing itself."""
+
+    def swapq_verify(self, expected_digests: dict[str, str]) -> dict[str, list[str]]:
+        """Compare what this worker holds with the sender's digests; a worker that differs stops serving."""
+        return verify(self, expected_digests)
+
+    def swapq_digests(self) -> dict[str, str]:
+        """Digests of every tensor that this worker holds whole, under checkpoint names."""
+        return {name: tensor_digest(tensor) for name, tensor in Served.of(self).tensors()}
