@@ -11,6 +11,7 @@
 The weight gradient passes straight through the rounding and lands on the master in the master's dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,21 +91,22 @@ class _RoutedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         routing, spec, grouped = ctx.routing, ctx.spec, dispatch.grouped(dy.device)
+        saved = ctx.saved_tensors  # read once: checkpointing without reentry allows no second unpacking
         dy = dy.to(torch.bfloat16).contiguous()
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = _input_grad(ctx, dy)
+            dx = _input_grad(ctx, saved, dy)
             if ctx.gather:
                 dx = routing.scatter(dx).float().sum(1).to(torch.bfloat16)
         if ctx.needs_input_grad[1]:
             if spec.backward == "low_precision":
                 padded, dy_rows = routing.pad_rows(dy, formats.get(spec.weights).block)
                 dy_columns = quantize(dy_rows, spec.weights, axis=-2).operand().values
-                codes, scales = ctx.saved_tensors[1:]
+                codes, scales = saved[1:]
                 x_columns = formats.get(spec.weights).operand(Parts(codes, scales), scope="block", axis=-2).values
                 dw = grouped.grouped_weight_grad(dy_columns, x_columns, padded, ctx.master_dtype)
             else:
-                dw = grouped.grouped_weight_grad(dy, _saved_rows(ctx), routing, ctx.master_dtype)
+                dw = grouped.grouped_weight_grad(dy, _saved_rows(ctx, saved), routing, ctx.master_dtype)
             if spec.transposed:
                 dw = dw.transpose(-1, -2)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -133,28 +135,26 @@ def _bf16_master(master: Tensor, spec: LinearSpec) -> Tensor:
     return w.transpose(-1, -2) if spec.transposed else w
 
 
-def _input_grad(ctx: Any, dy: Tensor) -> Tensor:
+def _input_grad(ctx: Any, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
     """dgrad rows ``[R, K]`` in BF16 by the mode's table row."""
     spec, grouped = ctx.spec, dispatch.grouped(dy.device)
     if spec.backward == "dequantized":
-        codes, scales, global_scale = ctx.saved_tensors[:3]
+        codes, scales, global_scale = saved[:3]
         fmt, scope, axis, dtype = ctx.weight_meta
         w = QTensor(codes, scales, fmt, scope, axis, dtype, global_scale).dequantize(torch.bfloat16)
         return grouped.grouped_input_grad(dy, w, ctx.routing)
-    w = _bf16_master(ctx.saved_tensors[0], spec)
+    w = _bf16_master(saved[0], spec)
     if spec.backward == "high_precision":
         return grouped.grouped_input_grad(dy, w, ctx.routing)
     columns = quantize(w, spec.weights, axis=-2).operand().values
     return grouped.grouped_input_grad(quantize(dy, spec.weights).operand().values, columns, ctx.routing)
 
 
-def _saved_rows(ctx: Any) -> Tensor:
+def _saved_rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     """``x`` (high precision) or ``bf16(x_hat)`` (dequantized) in routed order."""
     spec: LinearSpec = ctx.spec
-    if spec.backward == "high_precision":
-        x = ctx.saved_tensors[1]
-    else:
-        x = row_values(Parts(*ctx.saved_tensors[3:]), spec.activations, spec.slices)
+    high = spec.backward == "high_precision"
+    x = saved[1] if high else row_values(Parts(*saved[3:]), spec.activations, spec.slices)
     return ctx.routing.gather(x) if ctx.gather else x
 
 
