@@ -1,0 +1,148 @@
+"""Two processes over gloo: DDP and FSDP2 training of a converted model gives the gradients of one process."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+import swapq
+from swapq.nn.gather import whole
+from tests.helpers.models import prompts, qwen3_moe
+
+WORLD = 2
+CASES = [("nvfp4-rl", "dequantized", 8), ("mxfp8-rl", "low_precision", 8), ("nvfp4-rl", "high_precision", 1)]
+IDS = [f"{r}-{b}-{e} experts" for r, b, e in CASES]
+
+
+def build(recipe: str, backward: str, experts: int) -> PreTrainedModel:
+    model = qwen3_moe(num_experts=experts, num_experts_per_tok=min(2, experts))
+    return swapq.convert(model, recipe, backward=backward, last_layers_bf16=0)
+
+
+def batch(rank: int | None) -> Tensor:
+    ids = prompts(rows=4)
+    return ids if rank is None else ids[rank * 2 : rank * 2 + 2]
+
+
+def train_step(model: nn.Module, ids: Tensor) -> None:
+    model(ids, labels=ids).loss.backward()
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        found[name.removeprefix("module.")] = whole(p.grad).clone()
+    return found
+
+
+def ddp(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    wrapped = DistributedDataParallel(model)
+    train_step(wrapped, batch(rank))
+    return whole_gradients(wrapped)
+
+
+def shard(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mp_policy=MixedPrecisionPolicy())
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def fsdp2(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    shard(model)
+    train_step(model, batch(rank))
+    return whole_gradients(model)
+
+
+def accelerated(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = batch(rank)
+    accelerator.backward(model(ids, labels=ids).loss)
+    return whole_gradients(model)
+
+
+def digests_of_a_sharded_model(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """The checkpoint of a sharded model is that of the whole one, also after a state dict was loaded into the shards."""
+    expected = swapq.digest(model)
+    shard(model)
+    first = swapq.digest(model)
+    model.load_state_dict(model.state_dict())
+    again = swapq.digest(model)
+    return {"equal": torch.tensor([first == expected, again == expected])}
+
+
+SCENARIOS: dict[str, Callable[[PreTrainedModel, int], dict[str, Tensor]]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "accelerate": accelerated,
+    "digests": digests_of_a_sharded_model,
+}
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        for name, scenario in SCENARIOS.items():
+            for case, label in zip(CASES, IDS, strict=True):
+                found = scenario(build(*case), rank)
+                if rank == 0:
+                    save_file(
+                        {k: v.contiguous() for k, v in found.items()}, Path(folder) / f"{name}-{label}.safetensors"
+                    )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, args=(port, str(folder)), nprocs=WORLD)
+    return folder
+
+
+@pytest.mark.parametrize(("case", "label"), zip(CASES, IDS, strict=True), ids=IDS)
+@pytest.mark.parametrize("scenario", ["ddp", "fsdp2", "accelerate"])
+def test_two_processes_give_the_gradients_of_one(
+    results: Path, scenario: str, case: tuple[str, str, int], label: str
+) -> None:
+    found = load_file(results / f"{scenario}-{label}.safetensors")
+    halves = []
+    for rank in range(WORLD):
+        model = build(*case)
+        train_step(model, batch(rank))
+        halves.append(whole_gradients(model))
+    assert found.keys() == halves[0].keys()
+    for name, grad in found.items():
+        expected = (halves[0][name] + halves[1][name]) / WORLD
+        assert torch.allclose(grad.float(), expected.float(), rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("label", IDS)
+def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(results: Path, label: str) -> None:
+    assert load_file(results / f"digests-{label}.safetensors")["equal"].tolist() == [True, True]
