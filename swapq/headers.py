@@ -113,9 +113,13 @@ def read_shard(path: Path) -> dict[str, TensorHeader]:
                 raise CheckpointError(f"{where}: {size} bytes are too few for a safetensors file; download it again")
             (length,) = struct.unpack("<Q", first)
             if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{where}: claims a header of {length} bytes, the limit is {MAX_HEADER_BYTES}: not a safetensors file")
+                raise CheckpointError(
+                    f"{where}: claims a header of {length} bytes, the limit is {MAX_HEADER_BYTES}: not a safetensors file"
+                )
             if 8 + length > size:
-                raise CheckpointError(f"{where}: ends inside its header ({size} of {8 + length} bytes); download it again")
+                raise CheckpointError(
+                    f"{where}: ends inside its header ({size} of {8 + length} bytes); download it again"
+                )
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -129,7 +133,9 @@ def read_shard(path: Path) -> dict[str, TensorHeader]:
     for tensor in tensors:
         if tensor.start != position:
             kind = "overlaps the one before it" if tensor.start < position else "leaves a hole before it"
-            raise CheckpointError(f"{where}: tensor {tensor.name} {kind} (starts at {tensor.start}, expected {position})")
+            raise CheckpointError(
+                f"{where}: tensor {tensor.name} {kind} (starts at {tensor.start}, expected {position})"
+            )
         position = tensor.end
     if position != size:
         what = "is cut short" if position > size else "has bytes that no tensor owns"
@@ -151,16 +157,22 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
     present = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
     has_index = (path / INDEX_NAME).exists()
     if has_index and SINGLE_NAME in present:
-        raise CheckpointError(f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; remove one")
+        raise CheckpointError(
+            f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; remove one"
+        )
     if has_index:
         return _indexed(path)
     if not present:
         pickles = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_PICKLES))
         if pickles:
-            raise CheckpointError(f"{path}: holds {pickles[0]} and no safetensors; pickles are not read: save the model as safetensors first")
+            raise CheckpointError(
+                f"{path}: holds {pickles[0]} and no safetensors; pickles are not read: save the model as safetensors first"
+            )
         raise CheckpointError(f"{path}: holds no safetensors file")
     if len(present) > 1:
-        raise CheckpointError(f"{path}: {len(present)} safetensors files and no {INDEX_NAME}: nothing says that they are all; download the index")
+        raise CheckpointError(
+            f"{path}: {len(present)} safetensors files and no {INDEX_NAME}: nothing says that they are all; download the index"
+        )
     return Folder(path, (present[0],), read_shard(path / present[0]), {})
 
 
@@ -176,7 +188,9 @@ def _indexed(path: Path) -> Folder:
     files = tuple(sorted(set(weight_map.values())))
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
-        raise CheckpointError(f"{path}: the index names {_some(missing)}, not in the folder; download the missing files")
+        raise CheckpointError(
+            f"{path}: the index names {_some(missing)}, not in the folder; download the missing files"
+        )
     tensors: dict[str, TensorHeader] = {}
     for file in files:
         for name, tensor in read_shard(path / file).items():
@@ -191,7 +205,9 @@ def _indexed(path: Path) -> Folder:
         raise CheckpointError(f"{tensors[unlisted[0]].file} holds {_some(unlisted)}, which {INDEX_NAME} does not list")
     moved = [name for name, file in weight_map.items() if tensors[name].file != file]
     if moved:
-        raise CheckpointError(f"{INDEX_NAME} places {moved[0]} in {weight_map[moved[0]]}, it is in {tensors[moved[0]].file}")
+        raise CheckpointError(
+            f"{INDEX_NAME} places {moved[0]} in {weight_map[moved[0]]}, it is in {tensors[moved[0]].file}"
+        )
     return Folder(path, files, tensors, metadata)
 
 
@@ -200,7 +216,9 @@ def _check_file_name(name: str, file: object) -> None:
         raise CheckpointError(f"{INDEX_NAME}: file of {name} is {file!r}, expected a file name")
     plain = file == os.path.basename(file) and not any(c in file for c in "/\\:\0") and file not in ("", ".", "..")
     if not plain or not file.isprintable():
-        raise CheckpointError(f"{INDEX_NAME}: file of {name} is {file!r}; only plain file names inside the folder are followed")
+        raise CheckpointError(
+            f"{INDEX_NAME}: file of {name} is {file!r}; only plain file names inside the folder are followed"
+        )
     if not file.endswith(".safetensors"):
         raise CheckpointError(f"{INDEX_NAME}: file of {name} is {file!r}; only .safetensors files are read")
 
@@ -213,11 +231,18 @@ def _tensor(name: str, entry: object, where: str, base: int) -> TensorHeader:
         raise CheckpointError(f"{where}: dtype of {name} is {dtype!r}, not one that swapq reads")
     if not (isinstance(shape, list) and len(shape) <= 64 and all(_is_count(n) for n in shape)):
         raise CheckpointError(f"{where}: shape of {name} is {shape!r}")
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_count(n) for n in offsets) and offsets[0] <= offsets[1]):
+    if not (
+        isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(_is_count(n) for n in offsets)
+        and offsets[0] <= offsets[1]
+    ):
         raise CheckpointError(f"{where}: data_offsets of {name} are {offsets!r}")
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != expected:
-        raise CheckpointError(f"{where}: {name} is {dtype} {shape}, {expected} bytes, its data_offsets span {offsets[1] - offsets[0]}")
+        raise CheckpointError(
+            f"{where}: {name} is {dtype} {shape}, {expected} bytes, its data_offsets span {offsets[1] - offsets[0]}"
+        )
     return TensorHeader(name, where, DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
 
 

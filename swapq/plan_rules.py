@@ -20,7 +20,6 @@ __all__ = ["Decision", "Verdict", "decide"]
 #: a linear with fewer outputs (q/k/v and gate/up counted together) is a gate or a head: kept, since a GEMM kernel pads it anyway
 MIN_ROWS = 16
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KEPT_NOTES = frozenset(ALWAYS_KEPT.values())
 
 
@@ -56,7 +55,9 @@ def decide(anatomy: Anatomy, recipe: Recipe, *, tp: int, ep: int) -> Verdict:
     first, last = _layer_counts(anatomy, recipe)
     kept = _pattern_hits(anatomy, recipe)
     layers = _kept_layers(anatomy, recipe, first, last)
-    verdict = Verdict([_decide(t, recipe, anatomy, kept.get(t.name, ""), layers) for t in anatomy.tensors], first, last)
+    fp8 = {t.name for t in anatomy.tensors if t.dtype == torch.float8_e4m3fn}
+    decisions = [_decide(t, recipe, fp8, kept.get(t.name, ""), layers) for t in anatomy.tensors]
+    verdict = Verdict(decisions, first, last)
     _skip_small(anatomy, verdict)
     _check_groups(anatomy, verdict)
     _check_lengths(anatomy, recipe, verdict, tp, ep)
@@ -66,8 +67,8 @@ def decide(anatomy: Anatomy, recipe: Recipe, *, tp: int, ep: int) -> Verdict:
     return verdict
 
 
-def _decide(info: TensorInfo, recipe: Recipe, anatomy: Anatomy, pattern: str, layers: dict[int, str]) -> Decision:
-    if info.note.startswith("scale") and anatomy.quantization is not None:
+def _decide(info: TensorInfo, recipe: Recipe, fp8: set[str], pattern: str, layers: dict[int, str]) -> Decision:
+    if info.name.endswith("_scale_inv") and info.name.removesuffix("_scale_inv") in fp8:
         return Decision("dropped", "scale of an FP8 weight: dissolves into it")
     if info.note in UNTOUCHED:
         return Decision("bf16", UNTOUCHED[info.note])
@@ -91,6 +92,9 @@ def _decide(info: TensorInfo, recipe: Recipe, anatomy: Anatomy, pattern: str, la
 
 
 def _check_source(anatomy: Anatomy) -> None:
+    for info in anatomy.tensors if anatomy.source == "model" else ():
+        if ".base_layer." in info.name or ".lora_A." in info.name:
+            raise PlanError(f"{info.name} belongs to an adapter; convert the model first, then add adapters")
     quantization = anatomy.quantization
     if quantization is None:
         for info in anatomy.tensors:

@@ -11,7 +11,13 @@ from swapq.plan import plan
 from tests.helpers.families import qwen_config, qwen_headers, save, tiny, write_folder
 
 DEEPSEEK = {
-    **{"model_type": "deepseek_v3", "num_hidden_layers": 3, "n_routed_experts": 4, "hidden_size": 128, "moe_intermediate_size": 128},
+    **{
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "n_routed_experts": 4,
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+    },
     **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -29,7 +35,12 @@ def deepseek_headers(*, layers=3, mtp=True, experts=4, hidden=128, inner=128, fp
     for i in range(layers + mtp):
         stem = f"model.layers.{i}"
         out[f"{stem}.input_layernorm.weight"] = ("BF16", (hidden,))
-        for name, n, k in (("q_a_proj", 64, hidden), ("kv_a_proj_with_mqa", 64, hidden), ("q_b_proj", 192, 64), ("kv_b_proj", 192, 64)):
+        for name, n, k in (
+            ("q_a_proj", 64, hidden),
+            ("kv_a_proj_with_mqa", 64, hidden),
+            ("q_b_proj", 192, 64),
+            ("kv_b_proj", 192, 64),
+        ):
             linear(f"{stem}.self_attn.{name}", n, k)
         linear(f"{stem}.self_attn.o_proj", hidden, 192)
         if i == 0:
@@ -83,7 +94,11 @@ def test_kv_b_proj_stays_bf16_under_mxfp8_while_its_neighbours_do_not(tmp_path):
 def test_next_token_modules_with_a_numbering_of_their_own_are_no_decoder_layers(tmp_path, prefix):
     tensors = qwen_headers()
     tensors |= {f"{prefix}.fc.weight": ("BF16", (64, 128)), f"{prefix}.pre_fc_norm_embedding.weight": ("BF16", (64,))}
-    tensors |= {k.replace("model.layers.0", f"{prefix}.layers.0"): v for k, v in qwen_headers(layers=1).items() if ".layers." in k}
+    tensors |= {
+        k.replace("model.layers.0", f"{prefix}.layers.0"): v
+        for k, v in qwen_headers(layers=1).items()
+        if ".layers." in k
+    }
     anatomy = of_checkpoint(write_folder(tmp_path, qwen_config(), tensors))
     assert anatomy.num_layers == 2
     assert [e.layer for e in anatomy.experts] == [0, 1]
@@ -106,6 +121,7 @@ def test_a_block_fp8_source_is_read_and_its_scales_dissolve(tmp_path):
     assert (scale.format, scale.bytes_after) == ("dropped", 0)
     kept = made.entry_of("model.layers.3.self_attn.o_proj.weight")
     assert (kept.format, kept.bytes_after) == ("bf16", 2 * kept.bytes_before)
+    assert made.format_of("model.layers.3.self_attn.o_proj.weight_scale_inv") == "dropped"
     assert made.quantized == plan(write_folder(tmp_path / "bf16", DEEPSEEK, deepseek_headers()), "nvfp4-rl").quantized
     assert any("written as BF16" in warning for warning in made.warnings)
 
@@ -140,6 +156,22 @@ def test_a_quantized_checkpoint_is_reported_and_refused_with_what_it_is(tmp_path
     for recipe in ("nvfp4-rl", "bf16"):
         with pytest.raises(PlanError, match=f"already quantized.*{says}"):
             plan(folder, recipe)
+
+
+def test_gpt_oss_as_published_in_mxfp4_is_refused_with_what_it_is(tmp_path):
+    model = tiny("gpt_oss")
+    tensors = {}
+    for name, p in model.state_dict().items():
+        if name.endswith("_proj") and ".experts." in name:
+            tensors |= {
+                f"{name}_blocks": ("U8", (4, p.shape[2], p.shape[1] // 32, 16)),
+                f"{name}_scales": ("U8", (4, p.shape[2], p.shape[1] // 32)),
+            }
+        else:
+            tensors[name] = ("BF16", tuple(p.shape))
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
+    with pytest.raises(PlanError, match="already quantized.*'mxfp4'"):
+        plan(write_folder(tmp_path, config, tensors), "nvfp4-rl")
 
 
 def test_the_modelopt_side_file_counts_too(tmp_path):
@@ -185,7 +217,9 @@ def test_an_empty_quantization_config_means_nothing(tmp_path):
 
 def test_fewer_experts_in_the_files_than_in_the_config_are_named(tmp_path):
     folder = write_folder(tmp_path, qwen_config(num_experts=8), qwen_headers(experts=6))
-    with pytest.raises(AnatomyError, match=r"says 8 experts, 6 are there; missing model\.layers\.0\.mlp\.experts\.6\.gate_proj\.weight"):
+    with pytest.raises(
+        AnatomyError, match=r"says 8 experts, 6 are there; missing model\.layers\.0\.mlp\.experts\.6\.gate_proj\.weight"
+    ):
         of_checkpoint(folder)
 
 
@@ -227,7 +261,9 @@ def test_sizes_that_disagree_with_the_config_are_refused(tmp_path, changes):
 def test_one_expert_of_another_shape_is_named(tmp_path):
     tensors = qwen_headers()
     tensors["model.layers.1.mlp.experts.2.up_proj.weight"] = ("BF16", (64, 64))
-    with pytest.raises(AnatomyError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight is \[64, 64\], expected \[32, 64\]"):
+    with pytest.raises(
+        AnatomyError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight is \[64, 64\], expected \[32, 64\]"
+    ):
         of_checkpoint(write_folder(tmp_path, qwen_config(), tensors))
 
 
@@ -246,7 +282,10 @@ def test_fused_files_of_a_family_get_the_same_names_as_its_per_expert_files(tmp_
     b = plan(write_folder(tmp_path / "single", qwen_config(), qwen_headers()), "nvfp4-rl")
     assert list(a.quantized) == list(b.quantized)
     entry = a.entry_of("model.layers.0.mlp.experts.gate_up_proj")
-    assert entry.tensors[:2] == ("model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight")
+    assert entry.tensors[:2] == (
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+    )
     assert len(entry.tensors) == 8
 
 
@@ -270,7 +309,10 @@ def test_a_mixtral_checkpoint_with_live_names_is_spelled_like_the_hub(tmp_path):
 
 def test_a_prefix_in_front_of_the_decoder_is_carried_through(tmp_path):
     config = {"model_type": "qwen3_5_moe", "text_config": qwen_config(model_type="qwen3_5_moe_text")}
-    tensors = {**qwen_headers(prefix="model.language_model"), "model.visual.blocks.3.mlp.gate_proj.weight": ("BF16", (64, 64))}
+    tensors = {
+        **qwen_headers(prefix="model.language_model"),
+        "model.visual.blocks.3.mlp.gate_proj.weight": ("BF16", (64, 64)),
+    }
     made = plan(write_folder(tmp_path, config, tensors), "mxfp8-rl")
     assert "model.language_model.layers.1.mlp.experts.3.down_proj.weight" in made.quantized
     assert made.entry_of("model.visual.blocks.3.mlp.gate_proj.weight").reason.startswith("vision")

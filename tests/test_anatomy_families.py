@@ -59,7 +59,11 @@ def _unique(model):
 def test_every_parameter_of_the_experts_and_only_those_has_the_routed_role(models, name):
     model, _ = models(name)
     anatomy = of_model(model)
-    inside = {f"{layout.prefix}.{p}" for layout in anatomy.experts for p, _ in model.get_submodule(layout.prefix).named_parameters()}
+    inside = {
+        f"{layout.prefix}.{p}"
+        for layout in anatomy.experts
+        for p, _ in model.get_submodule(layout.prefix).named_parameters()
+    }
     assert inside
     assert {t.name for t in anatomy.tensors if t.role is Role.routed_experts} == inside
 
@@ -102,7 +106,9 @@ def test_hub_weights_are_the_experts_own_matrices(models, name):
         layout = anatomy.experts[-1]
         names = {(e, p): layout.hub_weight(e, p) for e in range(EXPERTS) for p in layout.projections}
         if not set(names.values()) <= on_disk:
-            assert FAMILIES[name.partition("/")[0]].transposed or name == "qwen3_vl_moe", "a family that is only fused on the Hub"
+            assert FAMILIES[name.partition("/")[0]].transposed or name == "qwen3_vl_moe", (
+                "a family that is only fused on the Hub"
+            )
             return
         up = model.get_parameter(f"{layout.prefix}.{layout.gate_up_name or layout.up_name}")
         down = model.get_parameter(f"{layout.prefix}.{layout.down_name}")
@@ -142,7 +148,13 @@ def test_gpt_oss_is_transposed_interleaved_and_biased(models):
 def test_nemotron_h_has_no_gate_and_may_have_a_latent_size(models, name, hidden):
     anatomy = of_model(models(name)[0])
     (layout,) = anatomy.experts
-    assert (layout.gated, layout.layer, layout.hidden, layout.up_name, layout.gate_up_name) == (False, 2, hidden, "up_proj", None)
+    assert (layout.gated, layout.layer, layout.hidden, layout.up_name, layout.gate_up_name) == (
+        False,
+        2,
+        hidden,
+        "up_proj",
+        None,
+    )
     assert layout.projections == ("up", "down")
     assert layout.hub_weight(1, "up") == "backbone.layers.2.mixer.experts.1.up_proj.weight"
     with pytest.raises(AnatomyError, match="has no gate"):
@@ -181,7 +193,9 @@ def test_the_vision_tower_is_noted_and_the_prefix_kept(models, name):
     assert tower
     assert {(t.note, t.linear) for t in tower} == {("vision tower", False)}
     assert anatomy.experts[-1].hub_weight(0, "gate") == "model.language_model.layers.1.mlp.experts.0.gate_proj.weight"
-    assert not any(".visual." in name for name in plan(anatomy, Recipe.named("mxfp8-rl", backward="dequantized")).quantized)
+    assert not any(
+        ".visual." in name for name in plan(anatomy, Recipe.named("mxfp8-rl", backward="dequantized")).quantized
+    )
 
 
 def test_qwen3_vl_files_are_turned_as_the_config_says(models):
@@ -222,8 +236,16 @@ def test_an_experts_module_that_contradicts_its_family_is_refused():
 def test_an_unknown_family_with_experts_is_refused_by_name(model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "num_local_experts": 4}
-    config = AutoConfig.for_model(model_type, **small, num_attention_heads=4, num_key_value_heads=4, bos_token_id=0, eos_token_id=1)
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "num_local_experts": 4,
+    }
+    config = AutoConfig.for_model(
+        model_type, **small, num_attention_heads=4, num_key_value_heads=4, bos_token_id=0, eos_token_id=1
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(AnatomyError, match=f"model_type '{model_type}' has routed experts"):

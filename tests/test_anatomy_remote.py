@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from swapq.anatomy import Role, of_checkpoint, of_model
-from swapq.errors import AnatomyError
+from swapq.errors import AnatomyError, PlanError
 from swapq.plan import plan
 from tests.helpers.families import RemoteModel, qwen_config, qwen_headers, tiny, write_folder
 
@@ -22,7 +22,13 @@ def test_a_module_list_of_linears_is_understood(names, gated):
     assert anatomy.family == "module_list"
     layout = anatomy.experts[1]
     assert (layout.prefix, layout.hub_prefix) == ("model.layers.1.mlp.experts",) * 2
-    assert (layout.kind, layout.num_experts, layout.hidden, layout.intermediate, layout.gated) == ("modulelist", 4, 64, 32, gated)
+    assert (layout.kind, layout.num_experts, layout.hidden, layout.intermediate, layout.gated) == (
+        "modulelist",
+        4,
+        64,
+        32,
+        gated,
+    )
     assert layout.hub_weight(2, "down") == f"model.layers.1.mlp.experts.2.{names[-1]}.weight"
     made = plan(anatomy, "nvfp4-rl")
     assert len(made.quantized) == 2 * 4 * len(names)
@@ -39,7 +45,13 @@ def test_biases_of_a_module_list_are_kept():
 
 def test_a_known_family_in_remote_code_keeps_its_hub_names():
     """DeepSeek's own modeling file has a ModuleList; the names are the Hub's already."""
-    config = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "n_routed_experts": 4, "hidden_size": 64, "moe_intermediate_size": 32}
+    config = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "n_routed_experts": 4,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }
     anatomy = of_model(RemoteModel(config=config))
     assert anatomy.family == "deepseek_v3"
     assert anatomy.experts[0].kind == "modulelist"
@@ -131,7 +143,9 @@ def test_a_layout_that_a_module_carries_is_taken_at_its_word():
         layer.mlp.experts.swapq_layout = replace(layout, hub_gate="wg")
     anatomy = of_model(model)
     assert anatomy.experts[0].hub_weight(0, "gate") == "model.layers.0.mlp.experts.0.wg.weight"
-    assert "model.layers.1.mlp.experts.3.wg.weight" in plan(anatomy, {"name": "nvfp4-rl", "last_layers_bf16": 0}).quantized
+    assert (
+        "model.layers.1.mlp.experts.3.wg.weight" in plan(anatomy, {"name": "nvfp4-rl", "last_layers_bf16": 0}).quantized
+    )
 
 
 def test_a_wrapper_in_front_of_the_model_changes_live_names_only():
@@ -143,3 +157,40 @@ def test_a_wrapper_in_front_of_the_model_changes_live_names_only():
     anatomy = of_model(wrapped)
     assert anatomy.experts[0].prefix == "module.model.layers.0.mlp.experts"
     assert anatomy.experts[0].hub_weight(0, "up") == "model.layers.0.mlp.experts.0.up_proj.weight"
+
+
+@pytest.mark.parametrize("wrap", ["module", "_orig_mod", "_fsdp_wrapped_module"])
+def test_hub_names_do_not_know_about_wrappers(wrap):
+    model = tiny("mixtral")
+    wrapped = nn.Module()
+    wrapped.config = model.config
+    wrapped.add_module(wrap, model)
+    assert plan(wrapped, "nvfp4-rl").quantized == plan(model, "nvfp4-rl").quantized
+    assert (
+        of_model(wrapped).hub_name(f"{wrap}.model.layers.0.mlp.gate.weight")
+        == "model.layers.0.block_sparse_moe.gate.weight"
+    )
+
+
+def test_a_model_with_adapters_is_refused_with_the_order_that_works():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(PlanError, match=r"belongs to an adapter; convert the model first"):
+        plan(model, "mxfp8-rl")
+
+
+def test_a_live_model_that_is_quantized_already_is_refused():
+    model = tiny("qwen3_moe")
+    linear = model.model.layers[0].self_attn.q_proj
+    linear.weight = nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(PlanError, match=r"q_proj\.weight.*float8_e4m3fn"):
+        plan(model, "nvfp4-rl")
+
+
+def test_a_live_model_with_torchao_tensors_is_refused():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = tiny("qwen3_moe")
+    quantize_(model, Int8WeightOnlyConfig())
+    with pytest.raises(PlanError, match=r"already quantized.*torchao"):
+        plan(model, "mxfp8-rl")

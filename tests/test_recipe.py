@@ -125,7 +125,10 @@ def test_the_order_of_weights_changes_nothing():
 
 
 def test_dots_at_the_ends_of_a_pattern_mean_nothing_and_repeats_are_dropped():
-    assert Recipe.named("bf16", keep_bf16=[".mlp.gate.", "mlp.gate", "kv_b_proj"]).keep_bf16 == ("mlp.gate", "kv_b_proj")
+    assert Recipe.named("bf16", keep_bf16=[".mlp.gate.", "mlp.gate", "kv_b_proj"]).keep_bf16 == (
+        "mlp.gate",
+        "kv_b_proj",
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl"])
@@ -199,6 +202,8 @@ def test_a_refused_recipe_is_a_swapq_error_and_a_value_error():
         Recipe.named("no")
 
 
-@pytest.mark.parametrize(("value", "layers", "count"), [(0.15, 48, 7), (0.15, 10, 2), (0.15, 2, 0), (0.5, 5, 3), (4, 48, 4), (0, 48, 0)])
+@pytest.mark.parametrize(
+    ("value", "layers", "count"), [(0.15, 48, 7), (0.15, 10, 2), (0.15, 2, 0), (0.5, 5, 3), (4, 48, 4), (0, 48, 0)]
+)
 def test_a_fraction_of_layers_is_rounded_to_nearest(value, layers, count):
     assert Recipe.layer_count(value, layers) == count

@@ -19,12 +19,17 @@ __all__ = ["Raw", "assemble"]
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """One tensor before anything is known about it. ``linear_owner``: False where a live module says that it is no ``[N, K]`` linear."""
+    """One tensor before anything is known about it.
+
+    ``linear_owner``: False where a live module says that it is no ``[N, K]`` linear. ``packed``: class of a live tensor that only
+    pretends to have its dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     linear_owner: bool = True
+    packed: str = ""
 
 
 def assemble(

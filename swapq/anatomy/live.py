@@ -65,7 +65,9 @@ def _raws(modules: Mapping[str, nn.Module]) -> Iterator[Raw]:
                 continue
             seen.add(id(tensor))
             owner = _is_linear(module) or tensor.dim() != 2
-            yield Raw(f"{prefix}.{leaf}" if prefix else leaf, tuple(tensor.shape), tensor.dtype, owner)
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            packed = type(tensor).__name__ if type(tensor).__module__.startswith("torchao.") else ""
+            yield Raw(name, tuple(tensor.shape), tensor.dtype, owner, packed)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -93,7 +95,7 @@ def _quantization(
     raws: list[Raw], modules: Mapping[str, nn.Module], config: Mapping[str, object]
 ) -> Quantization | None:
     """What the stored dtypes say. A config alone does not count: a live model may have been dequantized on load."""
-    low = next((r for r in raws if len(r.shape) >= 2 and r.dtype in _CODES), None)
+    low = next((r for r in raws if len(r.shape) >= 2 and (r.dtype in _CODES or r.packed)), None)
     if low is None:
         return None
     entry = config.get("quantization_config")
@@ -101,7 +103,9 @@ def _quantization(
     method = str(entry.get("quant_method") or "undeclared")
     if type(modules[low.name.rpartition(".")[0]]).__module__.partition(".")[0] == "swapq":
         method = "swapq"
-    return Quantization(method, f"{low.name} ({low.dtype})", entry)
+    if low.packed and method == "undeclared":
+        method = "torchao"
+    return Quantization(method, f"{low.name} ({low.packed or low.dtype})", entry)
 
 
 _CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)

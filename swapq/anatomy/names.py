@@ -106,6 +106,8 @@ _SCALES = frozenset(
         ),
     }
 )
+#: parts that DDP, FSDP1, activation checkpointing and compile put into names
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _FUSED_EXPERTS = {"gate_up_proj": "gate_up", "up_proj": "up", "down_proj": "down"}
 
 
@@ -131,6 +133,7 @@ def read_name(name: str, family: Family, num_layers: int | None) -> NameFacts:
     """
     parts = name.split(".")
     leaf, owner = parts[-1], parts[-2] if len(parts) > 1 else parts[-1]
+    scale = _scaled(leaf)
     if any(part in _TOWERS for part in parts):
         return NameFacts(Role.other, None, TOWER, owner, leaf)
     at = _layer_at(parts)
@@ -146,7 +149,7 @@ def read_name(name: str, family: Family, num_layers: int | None) -> NameFacts:
         if "experts" in rest
         else _elsewhere(rest, layer, note, owner, leaf, at is not None)
     )
-    if facts.note or not (scale := _scaled(leaf)):
+    if not scale:
         return facts
     return NameFacts(facts.role, layer, scale, owner, leaf, facts.prefix, facts.expert, facts.projection)
 
@@ -226,13 +229,21 @@ def is_expertish(name: str) -> bool:
 
 
 def hub_spelling(name: str, family: Family | None) -> str:
-    """A live name as the Hub spells it; names that are already so stay."""
+    """A live name as the Hub spells it, parts that wrappers add left out; names that are already so stay."""
+    name = _unwrapped(name)
     return name if family is None else _respell(name, family.root, family.block)
 
 
 def live_spelling(name: str, family: Family | None) -> str:
     """A name of the Hub as a live model spells it; names that are already so stay."""
     return name if family is None else _respell(name, family.root[::-1], family.block[::-1])
+
+
+def _unwrapped(name: str) -> str:
+    name = name.removeprefix("module.")
+    if "_wrapped_module." in name or "_orig_mod." in name:
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return name
 
 
 def _respell(name: str, root: tuple[str, str], block: tuple[str, str]) -> str:

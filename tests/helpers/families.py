@@ -16,21 +16,40 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 LAYERS, EXPERTS, HIDDEN, INNER = 2, 4, 64, 32
 
 _BASE = {
-    **{"hidden_size": HIDDEN, "intermediate_size": 96, "moe_intermediate_size": INNER, "num_hidden_layers": LAYERS},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "num_experts_per_tok": 2},
-    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None},
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "moe_intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
 }
 _WIDE = {**_BASE, "intermediate_size": INNER}
 _MLA = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 _DEEP = {**_BASE, "n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _LINEAR = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }
 _NEMOTRON = {
-    **{k: v for k, v in _BASE.items() if k not in ("num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id")},
-    **{"layers_block_type": ["mamba", "attention", "moe", "mlp"], "n_routed_experts": EXPERTS, "n_groups": 2},
-    **{"moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16},
+    **{
+        k: v for k, v in _BASE.items() if k not in ("num_hidden_layers", "bos_token_id", "eos_token_id", "pad_token_id")
+    },
+    "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+    "n_routed_experts": EXPERTS,
+    "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
 }
 
 #: model_type -> config of a tiny model; names after a slash are variants
@@ -68,7 +87,14 @@ def tiny(name: str, *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> n
 def _tiny_vision(kind: str, dtype: torch.dtype) -> nn.Module:
     config = AutoConfig.for_model(kind)
     # hidden differs from both 32 and 64, so that the orientation of fused files shows
-    text = {**_DEEP, **_LINEAR, "num_experts": EXPERTS, "shared_expert_intermediate_size": 32, "hidden_size": 96, "vocab_size": 300}
+    text = {
+        **_DEEP,
+        **_LINEAR,
+        "num_experts": EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "hidden_size": 96,
+        "vocab_size": 300,
+    }
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 96}
     vision["deepstack_visual_indexes"] = [0]  # type: ignore[assignment]
     for part, values in ((config.text_config, text), (config.vision_config, vision)):
@@ -142,7 +168,13 @@ def qwen_headers(
 
 def qwen_config(**changes: Any) -> dict[str, Any]:
     """The config that goes with :func:`qwen_headers`."""
-    base = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 32}
+    base = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    }
     return {**base, **changes}
 
 
@@ -169,7 +201,9 @@ class RemoteModel(nn.Module):
         inner: int = 32,
     ) -> None:
         super().__init__()
-        self.config = {"model_type": "somebodys_moe", "num_hidden_layers": 2, "num_experts": 4} if config is None else config
+        self.config = (
+            {"model_type": "somebodys_moe", "num_hidden_layers": 2, "num_experts": 4} if config is None else config
+        )
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(16, hidden)
         self.model.layers = nn.ModuleList()

@@ -1,0 +1,73 @@
+"""The command line: answers on stdout, one line of error on stderr, exit codes 0 and 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from swapq.cli import app
+from swapq.plan import plan
+from tests.helpers.families import qwen_config, qwen_headers, write_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_folder(tmp_path_factory.mktemp("cli"), qwen_config(), qwen_headers()))
+
+
+def run(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def test_plan_prints_the_table(folder):
+    result = run("plan", folder, "--recipe", "nvfp4-rl")
+    assert result.exit_code == 0, result.stderr
+    assert "bits per parameter" in result.stdout
+    assert "nvfp4" in result.stdout
+
+
+def test_plan_json_is_the_plan(folder):
+    result = run("plan", folder, "--recipe", "nvfp4-rl", "--tp", "2", "--json")
+    made = plan(folder, "nvfp4-rl", tp=2)
+    assert json.loads(result.stdout) == json.loads(json.dumps(made.to_dict()))
+
+
+def test_recipes_lists_what_there_is_and_what_is_planned():
+    result = run("recipes")
+    assert result.exit_code == 0
+    for name in ("bf16", "mxfp8-rl", "nvfp4-rl", "int4-qat"):
+        assert name in result.stdout
+    told = json.loads(run("recipes", "--json").stdout)
+    assert [r["name"] for r in told["recipes"]] == ["bf16", "mxfp8-rl", "nvfp4-rl"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["plan", "/nowhere", "--recipe", "bf16"], "no such folder"),
+        (["plan", "FOLDER", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
+        (["plan", "FOLDER", "--recipe", "int4-qat"], "planned, not in this version"),
+        (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "4"], "over tp = 4"),
+        (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "0"], "at least 1"),
+        (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tpp", "4"], "--tpp"),
+        (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "x"], "'--tp'"),
+        (["plan", "FOLDER"], "recipe"),
+        (["plan", "FOLDER", "--recipe", "/nowhere.json"], "cannot be read"),
+    ],
+)
+def test_a_request_that_cannot_be_carried_out_is_one_line_and_exit_code_2(folder, args, says):
+    result = run(*[folder if a == "FOLDER" else a for a in args])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_python_m_swapq_is_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "swapq", "recipes"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "nvfp4-rl" in done.stdout
+    assert "Traceback" not in done.stderr
