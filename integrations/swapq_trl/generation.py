@@ -46,6 +46,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._reports: list[SyncReport] = []
         self._failed: str | None = None
         self._tested = False
+        self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
         if is_converted(model):
             check_adapters(model, approximate=approximate_lora, sharded=_is_sharded(accelerator))
@@ -130,7 +131,8 @@ class VLLMGeneration(_VLLMGeneration):
 
     def _iter_named_params(self) -> NamedTensors:
         """Name and tensor of everything the engine must hold. Every process must walk it to its end."""
-        return self._tensors(None)
+        self._sent = {}
+        return with_digests(self._tensors(None), self._sent)
 
     def _tensors(self, merge: Merge | None) -> NamedTensors:
         flattened = super()._iter_named_params if self._dist.is_zero3 or self._dist.fsdp_version == 1 else None
@@ -206,9 +208,29 @@ class VLLMGeneration(_VLLMGeneration):
     def _send_to_server(self) -> SyncReport:
         start = time.perf_counter()
         super().sync_weights()
+        verified = self._verify_server() if self.accelerator.is_main_process else 0
         metadata: Any = self._weight_metadata  # TRL's list of (name, dtype, shape), the same at every sync
         sizes = [_torch_dtype(dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape in metadata]
-        return SyncReport(time.perf_counter() - start, sum(sizes), len(sizes), 0)
+        return SyncReport(time.perf_counter() - start, sum(sizes), len(sizes), verified)
+
+    def _verify_server(self) -> int:
+        """Have every worker of the server compare what it holds with the digests of what was sent."""
+        client = self.vllm_client
+        url = f"{client.base_url}/collective_rpc"
+        answer = client.session.post(url, json={"method": "swapq_verify", "kwargs": {"expected_digests": self._sent}})
+        if answer.status_code != 200:
+            if not is_converted(self.model):
+                return 0  # any vLLM server may serve an unquantized model; without the extension nothing is compared
+            raise SyncError(
+                f"the server could not verify the weights it was sent ({answer.status_code}: {answer.text[:300]}); start it "
+                "with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls swapq_vllm.worker.WorkerExtension"
+            )
+        workers = answer.json()["results"]
+        for rank, found in enumerate(workers):
+            bad = [name for kind in ("wrong", "unsent", "unknown") for name in found[kind]]
+            if bad:
+                raise SyncError(f"worker {rank} of the server does not hold what was sent: {', '.join(bad[:6])}")
+        return len({name for found in workers for name in found["equal"]})
 
     # Generating
 

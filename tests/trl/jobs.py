@@ -1,0 +1,326 @@
+"""What runs in a process of its own: trainers with a real engine. Each job returns plain facts for a test to judge."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+PROMPTS = [[4, 5, 13, 6, 17], [3, 13, 3, 17], [12, 13, 5, 17], [4, 9, 13, 4, 9, 17]]
+
+
+def tiny(layers: int = 2, *, seed: int = 0, scale: float = 3.0) -> Any:
+    """A random Qwen3-MoE whose experts matter: larger weights than the default, so that a wrong expert is seen."""
+    from arithmetic.model import model_config
+    from transformers import Qwen3MoeForCausalLM
+
+    config = model_config()
+    config.num_hidden_layers = layers
+    config.layer_types = ["full_attention"] * layers
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(scale)
+    return model
+
+
+def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -> Any:
+    """A trainer of `swapq_trl` with small batches and a learning rate that changes every weight."""
+    import trl
+    from arithmetic.model import build_tokenizer
+    from arithmetic.task import exact_rate, prompts, reward
+
+    import swapq_trl
+
+    keywords = {name: options.pop(name) for name in ("peft_config", "eval_dataset", "approximate_lora") if name in options}
+    settings: dict[str, Any] = {
+        "output_dir": "/tmp/swapq-test-trainer",
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_steps": steps,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "beta": 0.0,
+        "max_completion_length": 6,
+        "bf16": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.05,
+        "vllm_max_model_length": 48,
+        "router_aux_loss_coef": 0.0,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        **options,
+    }
+    if kind == "GRPO":
+        settings.setdefault("vllm_importance_sampling_mode", "token_truncate")
+    return getattr(swapq_trl, f"{kind}Trainer")(
+        model,
+        [reward, exact_rate],
+        args=getattr(trl, f"{kind}Config")(**settings),
+        train_dataset=prompts(64, 0),
+        processing_class=build_tokenizer(),
+        **keywords,
+    )
+
+
+def scores(llm: Any) -> list[list[float]]:
+    from swapq_trl.selftest import fixed_scores
+
+    return fixed_scores(llm)
+
+
+def engine_addresses(llm: Any) -> dict[str, int]:
+    worker = llm.llm_engine.model_executor.driver_worker
+    return {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+
+
+def served(llm: Any) -> dict[str, str]:
+    from swapq_vllm.receiver import served_digests
+
+    return served_digests(llm)
+
+
+def own_digests(model: Any) -> dict[str, str]:
+    """Digests of the model's own tensors in BF16, computed without the sending code."""
+    import copy
+
+    from swapq.checkpoint.tensors import checkpoint_tensors
+    from swapq.digest import tensor_digest
+
+    lowered = copy.deepcopy(model).to(torch.bfloat16)
+    return {name: tensor_digest(tensor) for name, tensor in checkpoint_tensors(lowered)}
+
+
+def logged(built: Any) -> list[dict[str, Any]]:
+    return [row for row in built.state.log_history if "reward" in row or "eval_reward" in row]
+
+
+def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str, Any]:
+    """Two steps; then the sync is looked at from all sides."""
+    import psutil
+
+    import swapq
+
+    model = tiny()
+    overrides: dict[str, Any] = {} if backward is None else {"backward": backward}
+    if recipe == "nvfp4-rl":
+        overrides["last_layers_bf16"] = 0
+    swapq.convert(model, recipe, **overrides)
+    built = trainer(model, **options)
+    llm = built.vllm_generation.llm
+    start = served(llm)
+    start_own = own_digests(model)
+    built.train()
+    served_equal_after_step: bool | None = None
+    first = built.sync_weights()
+    served_equal_after_step = served(llm) == own_digests(model)
+
+    addresses, baseline = engine_addresses(llm), scores(llm)
+    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    memory, others = [], []
+    for shift in (1e-1, 2e-1, 0.0):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(kept[name] * (1 + shift))
+        built.sync_weights()
+        others.append(scores(llm))
+        memory.append(psutil.Process().memory_info().rss)
+    return {
+        "start_equal": start == start_own,
+        "start_count": len(start),
+        "served_equal": served_equal_after_step,
+        "history": logged(built),
+        "report": [first.seconds, first.bytes, first.tensors, first.verified],
+        "expected_bytes": sum(t.nbytes for t in sent(built)),
+        "moved": addresses != engine_addresses(llm),
+        "changed_between": others[0] != baseline and others[1] != others[0],
+        "fourth_equals_first": others[2] == baseline,
+        "memory": memory,
+        "tags": list(built.model.model_tags or []),
+        "name": type(built).__name__,
+        "last_loaded": built._last_loaded_step == built.state.global_step,
+    }
+
+
+def sent(built: Any) -> Iterator[torch.Tensor]:
+    return (tensor for _, tensor in built.vllm_generation._iter_named_params())
+
+
+def faults(recipe: str) -> dict[str, Any]:
+    """Everything that can go wrong in a sync, one after the other on one engine; each must name what is wrong."""
+    import swapq
+    from swapq.errors import SwapqError
+
+    model = tiny()
+    swapq.convert(model, recipe, last_layers_bf16=0)
+    built = trainer(model)
+    generation = built.vllm_generation
+    built.sync_weights()
+    honest, right = generation._tensors, scores(generation.llm)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+    def altered(change: Any) -> Any:
+        def tensors(merge: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for key, tensor in honest(merge):
+                yield from change(key, tensor)
+
+        return tensors
+
+    def drop(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not key.startswith(name.removesuffix("weight")):
+            yield key, tensor
+
+    def rename(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield (key + "x" if key == name else key), tensor
+
+    def unquantized(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield key, (torch.zeros(128, 64, dtype=torch.bfloat16) if key == name else tensor)
+
+    def broken(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if key == name:
+            raise RuntimeError("the quantizer failed")
+        yield key, tensor
+
+    outcomes: dict[str, Any] = {}
+    for label, change in {"drop": drop, "rename": rename, "unquantized": unquantized, "broken": broken}.items():
+        generation._tensors = altered(change)
+        outcomes[label] = outcome(built.sync_weights)
+        outcomes[label]["generates"] = outcome(lambda: generation.generate(PROMPTS, None, 1))
+        generation._tensors = honest
+        built.sync_weights()
+        outcomes[label]["healed"] = scores(generation.llm) == right
+
+    # a byte flipped between the sender's digest and the engine
+    import swapq_trl.generation as module
+
+    original = module.with_digests
+
+    def flipping(tensors: Any, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in original(tensors, digests):
+            if key == name:
+                tensor.view(torch.uint8)[3, 5] ^= 1
+            yield key, tensor
+
+    module.with_digests = flipping
+    outcomes["flip"] = outcome(built.sync_weights)
+    outcomes["flip"]["generates"] = outcome(lambda: generation.generate(PROMPTS, None, 1))
+    # the same fault inside training stops the run
+    built._last_loaded_step = -1
+    outcomes["train"] = outcome(built.train)
+    outcomes["train"]["steps"] = built.state.global_step
+    module.with_digests = original
+
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj[3, 1, 2] = float("nan")
+    outcomes["nan"] = outcome(built.sync_weights)
+    outcomes["is_swapq_error"] = issubclass(SwapqError, ValueError)
+    return outcomes
+
+
+def outcome(call: Any) -> dict[str, Any]:
+    """Type and message of what a call raised."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  the test judges it
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": None, "message": ""}
+
+
+def self_test(recipe: str) -> dict[str, Any]:
+    """An engine whose loader puts right bytes into a wrong place is noticed at the first sync."""
+    import swapq
+    import swapq_trl.generation as module
+
+    model = tiny()
+    swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
+    built = trainer(model)
+    generation = built.vllm_generation
+    count = iter(range(100))
+    honest = module.fixed_scores
+
+    def drifting(llm: Any) -> list[list[float]]:
+        return [[value + 0.25 * next(count) for value in row] for row in honest(llm)]
+
+    module.fixed_scores = drifting
+    noticed = outcome(built.sync_weights)
+    refused = outcome(lambda: generation.generate(PROMPTS, None, 1))
+    module.fixed_scores = honest
+    return {"noticed": noticed, "refused": refused}
+
+
+def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
+    """A short training with other TRL settings."""
+    from arithmetic.task import prompts
+
+    import swapq
+
+    model = tiny()
+    if recipe:
+        swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
+    if settings.pop("evaluate", False):
+        settings |= {"eval_dataset": prompts(8, 1), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    built = trainer(model, kind, **settings)
+    syncs = []
+    if built.use_vllm:
+        plain = built.vllm_generation.sync_weights
+
+        def counted() -> Any:
+            syncs.append(built.state.global_step)
+            return plain()
+
+        built.vllm_generation.sync_weights = counted
+    built.train()
+    return {"history": logged(built), "syncs": syncs, "args_use_vllm": built.args.use_vllm, "sync": outcome(built.sync_weights)}
+
+
+def lora(recipe: str, *, targets: list[str], approximate: bool = False, **settings: Any) -> dict[str, Any]:
+    """LoRA on a converted model: what is served is the merged model, and masters are as they were."""
+    import peft
+
+    import swapq
+
+    model = tiny()
+    swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM", **settings)
+    try:
+        built = trainer(model, peft_config=config, approximate_lora=approximate)
+    except swapq.SwapqError as error:
+        return {"refused": str(error)}
+    base = built.model.get_base_model()
+    masters = {name: p.detach().clone() for name, p in base.named_parameters() if "lora_" not in name}
+    built.train()
+    report = built.sync_weights()
+    unchanged = all(torch.equal(p, masters[name]) for name, p in base.named_parameters() if name in masters)
+    served_now = served(built.vllm_generation.llm)
+    merged = built.model.merge_and_unload()
+    return {
+        "history": logged(built),
+        "masters_unchanged": unchanged,
+        "served_equals_merged": served_now == own_digests(merged),
+        "verified": report.verified,
+        "tensors": report.tensors,
+        "codes_changed": report.lora_codes_changed,
+    }
+
+
+def main() -> None:
+    """`python -m tests.trl.jobs NAME ANSWER ARGUMENTS`."""
+    name, answer, arguments = sys.argv[1:]
+    result = globals()[name](**json.loads(arguments))
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

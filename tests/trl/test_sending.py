@@ -1,0 +1,180 @@
+"""The sending end: names, dtypes and shapes that never change, storage that nobody else writes, and what is refused."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import swapq
+from swapq.digest import tensor_digest
+from swapq.errors import SyncError, UnsupportedError
+from swapq_trl.sending import sent_tensors
+from tests.trl.jobs import tiny
+
+RECIPES = {"bf16": {}, "mxfp8-rl": {}, "nvfp4-rl": {"last_layers_bf16": 0}}
+
+
+@pytest.fixture(params=RECIPES)
+def model(request: pytest.FixtureRequest) -> Any:
+    """A converted tiny model."""
+    return swapq.convert(tiny(), request.param, **RECIPES[request.param])
+
+
+class Server:
+    """The client end of a server that packs as TRL's does: it reads tensors only when all have been yielded."""
+
+    def __init__(self, answer: dict[str, Any], status: int = 200) -> None:
+        self.base_url = "http://server"
+        self.session = self
+        self.answer, self.status_code, self.text = answer, status, "Not Found"
+        self.metadata: list[Any] = []
+        self.received: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+
+    def update_named_params(self, metadata: list[Any], named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.calls.append("update")
+        self.metadata.append(metadata)
+        self.received = dict(list(named))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def post(self, url: str, json: dict[str, Any]) -> "Server":
+        self.calls.append(json["method"])
+        self.expected = json["kwargs"]["expected_digests"]
+        return self
+
+    def json(self) -> dict[str, Any]:
+        wrong = {name for name in self.answer.get("wrong", ())}
+        equal = [name for name in self.expected if name not in wrong]
+        return {"results": [{"wrong": sorted(wrong), "unsent": [], "unknown": [], "unreadable": [], "equal": equal}]}
+
+
+def server_generation(model: Any, server: Server) -> Any:
+    """swapq's `VLLMGeneration` in server mode, without the connection that needs a GPU."""
+    from swapq_trl.generation import VLLMGeneration
+
+    class Unconnected(VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.vllm_client = server
+
+    return Unconnected(model, Accelerator(cpu=True), None, mode="server")
+
+
+def test_server_metadata_is_the_same_at_every_sync_and_describes_what_is_sent(model: Any) -> None:
+    server = Server({})
+    generation = server_generation(model, server)
+    first = generation.sync_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    second = generation.sync_weights()
+    assert server.metadata[0] == server.metadata[1]
+    described = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in server.received.items()]
+    assert described == server.metadata[0]
+    assert first.tensors == second.tensors == len(described)
+    assert second.bytes == sum(t.nbytes for t in server.received.values())
+    assert server.calls == ["update", "reset", "swapq_verify"] * 2
+
+
+def test_what_a_server_receives_is_what_a_checkpoint_holds(model: Any, tmp_path: Any) -> None:
+    server = Server({})
+    generation = server_generation(model, server)
+    report = generation.sync_weights()
+    swapq.export(model.to(torch.bfloat16), tmp_path)
+    assert {name: tensor_digest(t) for name, t in server.received.items()} == swapq.digest(tmp_path)
+    assert report.verified == report.tensors
+
+
+def test_dtypes_on_the_wire_are_those_a_server_can_name(model: Any) -> None:
+    generation = server_generation(model, Server({}))
+    dtypes = {tensor.dtype for _, tensor in generation._iter_named_params()}
+    assert dtypes <= {torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16}
+    if swapq.recipe_of(model).name == "mxfp8-rl":  # E8M0 travels as bytes
+        scales = [t for name, t in generation._iter_named_params() if name.endswith("weight_scale")]
+        assert scales
+        assert all(scale.dtype == torch.uint8 for scale in scales)
+
+
+def test_sent_tensors_share_no_storage_with_the_model_or_with_each_other(model: Any) -> None:
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    sent = dict(sent_tensors(model, torch.bfloat16))
+    storages = [tensor.untyped_storage().data_ptr() for tensor in sent.values()]
+    assert not own & set(storages)
+    assert len(set(storages)) == len(storages)
+    before = {name: tensor_digest(tensor) for name, tensor in sent.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert before == {name: tensor_digest(tensor) for name, tensor in sent.items()}
+
+
+def test_a_server_that_holds_something_else_is_an_error_that_names_it(model: Any) -> None:
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    generation = server_generation(model, Server({"wrong": [name]}))
+    with pytest.raises(SyncError, match=name):
+        generation.sync_weights()
+    with pytest.raises(SyncError, match="nothing is generated"):
+        generation.generate([[1]], None, 1)
+
+
+def test_a_server_without_the_worker_extension_is_refused_with_the_option_to_start_it_with(model: Any) -> None:
+    generation = server_generation(model, Server({}, status=404))
+    with pytest.raises(SyncError, match=r"--worker-extension-cls swapq_vllm\.worker\.WorkerExtension"):
+        generation.sync_weights()
+
+
+def test_an_unconverted_model_is_sent_under_hub_names_in_bf16() -> None:
+    model = tiny()
+    sent = dict(sent_tensors(model, torch.bfloat16))
+    assert "model.layers.1.mlp.experts.7.gate_proj.weight" in sent
+    assert all(tensor.dtype == torch.bfloat16 for tensor in sent.values())
+    converted = dict(sent_tensors(swapq.convert(model, "bf16"), torch.bfloat16))
+    assert list(sent) == list(converted)
+    assert all(torch.equal(sent[name], converted[name]) for name in sent)
+
+
+def test_flattened_parameters_of_a_converted_model_are_refused_and_of_a_plain_one_renamed() -> None:
+    model = tiny()
+    plain = dict(sent_tensors(model, torch.bfloat16))
+    flattened = dict(sent_tensors(model, torch.bfloat16, flattened=lambda: iter(model.named_parameters())))
+    assert set(flattened) == set(plain)
+    assert all(torch.equal(flattened[name], plain[name]) for name in plain)
+    swapq.convert(model, "nvfp4-rl", last_layers_bf16=0)
+    with pytest.raises(UnsupportedError, match="FSDP2"):
+        list(sent_tensors(model, torch.bfloat16, flattened=lambda: iter(model.named_parameters())))
+
+
+def test_correction_biases_kept_in_float32_stay_in_float32() -> None:
+    from swapq_trl.sending import _fresh
+
+    bias = torch.randn(4)
+    kept = ("e_score_correction_bias",)
+    assert _fresh("model.layers.1.mlp.gate.e_score_correction_bias", bias, torch.bfloat16, kept).dtype == torch.float32
+    assert _fresh("model.layers.1.mlp.gate.weight", bias, torch.bfloat16, kept).dtype == torch.bfloat16
+    assert _fresh("experts.0.up_proj.weight_scale_2", bias, torch.bfloat16, ()).dtype == torch.float32
+
+
+def test_the_users_arguments_are_as_they_were_after_a_constructor_that_failed() -> None:
+    from trl import GRPOConfig
+
+    import swapq_trl
+
+    config = GRPOConfig(output_dir="/tmp/x", use_vllm=True, use_cpu=True, report_to="none", generation_kwargs={"seed": 1})
+    with pytest.raises(Exception, match=r".+"):
+        swapq_trl.GRPOTrainer(tiny(), [], args=config, train_dataset=None, processing_class=SimpleNamespace())
+    assert config.use_vllm is True
+    assert config.generation_kwargs == {"seed": 1}
+
+
+def test_vespo_with_a_sequence_correction_is_refused_as_in_trl() -> None:
+    from trl import GRPOConfig
+
+    import swapq_trl
+
+    config = GRPOConfig(output_dir="/tmp/x", use_vllm=True, use_cpu=True, report_to="none", loss_type="vespo")
+    with pytest.raises(UnsupportedError, match="token_truncate"):
+        swapq_trl.GRPOTrainer(tiny(), [len], args=config, train_dataset=None, processing_class=None)
