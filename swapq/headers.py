@@ -1,8 +1,8 @@
 """What a checkpoint folder says it holds, read from safetensors headers and the index alone.
 
 A folder is untrusted input: names taken from the index are plain file names inside the folder, every length and offset is
-checked against the file, index and headers must agree, and no tensor byte is read. A file that has the right length may still
-hold the wrong bytes: that is ``verify``'s business.
+checked against the file, index and headers must agree, and no tensor byte is read. A shard may be a symbolic link, since the
+Hub's cache is made of them. A file of the right length may still hold the wrong bytes: that is ``verify``'s business.
 """
 
 import json

@@ -166,7 +166,8 @@ def _pattern_hits(anatomy: Anatomy, recipe: Recipe) -> dict[str, str]:
     patterns = [
         (p, re.compile(rf"(?:^|\.){re.escape(p).replace(re.escape('*'), '[^.]*')}(?:\.|$)")) for p in recipe.keep_bf16
     ]
-    unused, kept, seen = dict.fromkeys(recipe.keep_bf16), {}, set[str]()
+    unused, seen = dict.fromkeys(recipe.keep_bf16), set[str]()
+    kept: dict[str, str] = {}
     for info in anatomy.tensors:
         layout = anatomy.layout_of(info)
         names = _spellings(anatomy, info, layout)

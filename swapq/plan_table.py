@@ -51,13 +51,14 @@ def _lines(plan: "Plan") -> list[_Line]:
     lines: dict[tuple[object, ...], _Line] = {}
     for entry in plan:
         parts = entry.name.split(".")
+        numbers = [int(part) for part in parts if part.isdecimal()]
         template = tuple("#" if part.isdecimal() else part for part in parts)
         key = (template, entry.role, entry.format, entry.reason, entry.shape, entry.dtype)
         line = lines.get(key)
         if line is None:
-            line = lines[key] = _Line(entry, [set() for part in parts if part.isdecimal()], parts=parts)
-        for known, part in zip(line.numbers, (p for p in parts if p.isdecimal()), strict=True):
-            known.add(int(part))
+            line = lines[key] = _Line(entry, [set() for _ in numbers], parts=parts)
+        for known, number in zip(line.numbers, numbers, strict=True):
+            known.add(number)
         line.count += 1
         line.before += entry.bytes_before
         line.after += entry.bytes_after
@@ -95,8 +96,9 @@ def _grid(plan: "Plan", *, wide: bool) -> Table:
     ):
         if wide or column not in ("shape", "reason"):
             grid.add_column(column, justify=justify, overflow="fold", no_wrap=column not in ("tensor", "reason"))  # type: ignore[arg-type]
+    every = _lines(plan)
     for role in Role:
-        lines = [line for line in _lines(plan) if line.first.role is role]
+        lines = [line for line in every if line.first.role is role]
         if lines:
             grid.add_row(role.value, style="bold")
         for line in lines:

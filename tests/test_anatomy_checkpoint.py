@@ -11,14 +11,13 @@ from swapq.plan import plan
 from tests.helpers.families import qwen_config, qwen_headers, save, tiny, write_folder
 
 DEEPSEEK = {
-    **{
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 3,
-        "n_routed_experts": 4,
-        "hidden_size": 128,
-        "moe_intermediate_size": 128,
-    },
-    **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "n_routed_experts": 4,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -170,7 +169,7 @@ def test_gpt_oss_as_published_in_mxfp4_is_refused_with_what_it_is(tmp_path):
         else:
             tensors[name] = ("BF16", tuple(p.shape))
     config = {**model.config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
-    with pytest.raises(PlanError, match="already quantized.*'mxfp4'"):
+    with pytest.raises(PlanError, match=r"already quantized.*'mxfp4'"):
         plan(write_folder(tmp_path, config, tensors), "nvfp4-rl")
 
 
@@ -178,7 +177,7 @@ def test_the_modelopt_side_file_counts_too(tmp_path):
     tensors = {k: ("F8_E4M3", v[1]) if ".experts." in k else v for k, v in qwen_headers().items()}
     folder = write_folder(tmp_path, qwen_config(), tensors)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(PlanError, match="hf_quant_config.json.*modelopt"):
+    with pytest.raises(PlanError, match=r"hf_quant_config\.json.*modelopt"):
         plan(folder, "nvfp4-rl")
 
 

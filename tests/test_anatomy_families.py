@@ -88,7 +88,7 @@ def test_routers_are_found_and_never_linear(models, name):
     routers = {t.name for t in anatomy.tensors if t.role is Role.router}
     for layout in anatomy.experts:
         block = layout.prefix.rpartition(".")[0]
-        assert any(r.startswith(f"{block}.gate.") or r.startswith(f"{block}.router.") for r in routers)
+        assert any(r.startswith((f"{block}.gate.", f"{block}.router.")) for r in routers)
     gates = {n for n, p in model.named_parameters() if n.endswith("shared_expert_gate.weight") and p.shape[0] == 1}
     assert gates <= routers
     assert not any(t.linear for t in anatomy.tensors if t.role is Role.router)
@@ -255,5 +255,5 @@ def test_an_unknown_family_with_experts_is_refused_by_name(model_type):
 def test_a_family_is_never_guessed_from_shapes():
     model = tiny("qwen3_moe")
     model.config.model_type = "qwen9_moe"
-    with pytest.raises(AnatomyError, match="'qwen9_moe'.*never guesses"):
+    with pytest.raises(AnatomyError, match=r"'qwen9_moe'.*never guesses"):
         of_model(model)

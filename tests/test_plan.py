@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from swapq import formats
-from swapq.anatomy import Role, of_checkpoint, of_model
+from swapq.anatomy import Role, of_model
 from swapq.errors import PlanError
 from swapq.plan import Plan, PlanEntry, plan
 from swapq.recipe import Recipe
@@ -46,7 +46,7 @@ def test_mxfp8_rl_quantizes_every_linear_and_nothing_else(qwen):
     assert by_role == {
         Role.attention: {"mxfp8"},
         Role.routed_experts: {"mxfp8"},
-        **dict.fromkeys((Role.norm, Role.router, Role.embedding, Role.lm_head), {"bf16"}),
+        **{role: {"bf16"} for role in (Role.norm, Role.router, Role.embedding, Role.lm_head)},
     }
 
 
@@ -134,6 +134,24 @@ def test_a_plan_survives_copies_and_pickle(qwen):
     assert pickle.loads(pickle.dumps(made)).summary() == made.summary()
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8-rl", "nvfp4-rl"])
+def test_a_converted_model_has_the_plan_it_had_before(recipe):
+    from swapq.convert import convert
+
+    model = tiny("mixtral")
+    before = plan(model, recipe)
+    after = plan(convert(model, recipe), recipe)
+    assert after.entries == before.entries
+    assert after.anatomy.experts == before.anatomy.experts
+
+
+def test_a_model_that_holds_codes_says_that_it_is_converted_already():
+    from swapq.convert import convert
+
+    with pytest.raises(PlanError, match=r"this model is already converted by swapq"):
+        plan(convert(tiny("qwen3_moe"), "nvfp4-rl", trainable=False), "nvfp4-rl")
+
+
 def test_a_plan_of_an_anatomy_equals_the_plan_of_its_model(qwen):
     assert plan(of_model(qwen), "mxfp8-rl").entries == plan(qwen, "mxfp8-rl").entries
 
@@ -182,11 +200,11 @@ def test_a_plan_of_671_billion_parameters_takes_seconds(tmp_path):
     config = {**DEEPSEEK, "num_hidden_layers": 61, "n_routed_experts": 256, "quantization_config": FP8}
     folder = write_folder(tmp_path, config, tensors, shards=163)
     assert len(tensors) > 90_000
-    start = time.perf_counter()
+    start = time.process_time()
     made = plan(folder, Recipe.named("nvfp4-rl", keep_bf16=["layers.3.mlp", "o_proj", "layers.*.self_attn"]))
     text = str(made)
-    seconds = time.perf_counter() - start
-    assert seconds < 30, f"{seconds:.1f} s"
+    seconds = time.process_time() - start
+    assert seconds < 20, f"{seconds:.1f} s of processor time"
     assert len(made.quantized) == (60 - 9 - 1) * 256 * 3
     assert len(text.splitlines()) < 150
-    assert of_checkpoint(folder).num_layers == 61
+    assert made.anatomy.num_layers == 61

@@ -57,7 +57,10 @@ def assemble(
         family = _unknown(raws, text, kind, where, module_list, given)
     facts = [read_name(raw.name, family, None) for raw in raws]
     num_layers = decoder_layers(text, (f.layer for f in facts if f.layer is not None))
-    facts = [read_name(raw.name, family, num_layers) for raw in raws]
+    facts = [
+        f if f.layer is None or f.layer < num_layers else read_name(raw.name, family, num_layers)
+        for raw, f in zip(raws, facts, strict=True)
+    ]
     layouts, spare = _layouts(raws, facts, family, text, source == "checkpoint", quantization, given)
     by_prefix = {**spare, **layouts}
     tensors = tuple(_info(raw, fact, by_prefix.get(fact.prefix), family) for raw, fact in zip(raws, facts, strict=True))
