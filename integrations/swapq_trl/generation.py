@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,27 @@ from swapq_trl.report import SyncReport
 from swapq_trl.selftest import Scores, fixed_scores, require_equal
 from swapq_trl.sending import NamedTensors, plain_model, sent_tensors, with_digests
 
-__all__ = ["VLLMGeneration"]
+__all__ = ["VLLMGeneration", "is_sharded"]
 
 logger = logging.getLogger(__name__)
+
+# what makes the engine the trainer's policy, and what the trainer's own arguments say
+_FIXED_OPTIONS = {
+    "model",
+    "dtype",
+    "quantization",
+    "load_format",
+    "logprobs_mode",
+    "distributed_executor_backend",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "enable_sleep_mode",
+    "model_impl",
+    "seed",
+    "trust_remote_code",
+}
 
 
 class VLLMGeneration(_VLLMGeneration):
@@ -36,11 +55,27 @@ class VLLMGeneration(_VLLMGeneration):
 
     Args:
         approximate_lora: allow LoRA on linears that the recipe quantizes; see `docs/trl.md`.
+        engine_options: more arguments of `vllm.LLM` for the colocated engine, e.g. `{"enforce_eager": True}`.
 
     The other arguments are TRL's.
     """
 
-    def __init__(self, model: Any, accelerator: Any, *args: Any, approximate_lora: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        accelerator: Any,
+        *args: Any,
+        approximate_lora: bool = False,
+        engine_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.engine_options = dict(engine_options or {})
+        fixed = sorted(_FIXED_OPTIONS & set(self.engine_options))
+        if fixed:
+            raise UnsupportedError(
+                f"engine_options: {', '.join(fixed)} cannot be chosen, since the engine would then not be the trainer's "
+                "policy or not know its place among the processes; leave them out"
+            )
         self.last_report: SyncReport | None = None
         self.last_logprobs: list[list[float]] | None = None
         self._reports: list[SyncReport] = []
@@ -49,7 +84,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
         if is_converted(model):
-            check_adapters(model, approximate=approximate_lora, sharded=_is_sharded(accelerator))
+            check_adapters(model, approximate=approximate_lora, sharded=is_sharded(accelerator))
         super().__init__(model, accelerator, *args, **kwargs)
 
     # Building the engine
@@ -110,6 +145,7 @@ class VLLMGeneration(_VLLMGeneration):
     def _build_engine(self, source: str) -> Any:
         from vllm import LLM
 
+        options = {"max_num_batched_tokens": 4096, **self.engine_options}  # TRL's value; vLLM's own misleads its profiler
         return LLM(
             model=source,
             # a converted model computes in BF16 whatever the dtype of its masters
@@ -122,9 +158,9 @@ class VLLMGeneration(_VLLMGeneration):
             model_impl=self.model_impl,
             distributed_executor_backend="external_launcher",
             seed=self.accelerator.process_index // self.tensor_parallel_size,
-            max_num_batched_tokens=4096,  # TRL's value: vLLM's profiler is misled by the higher default
             logprobs_mode="processed_logprobs",  # of the policy that samples, after temperature and top-p
             trust_remote_code=self.trust_remote_code,
+            **options,
         )
 
     # Syncing
@@ -256,7 +292,7 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _is_sharded(accelerator: Any) -> bool:
+def is_sharded(accelerator: Any) -> bool:
     """Whether parameters will be sharded by FSDP or ZeRO-3."""
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     zero3 = deepspeed is not None and deepspeed.zero_stage == 3

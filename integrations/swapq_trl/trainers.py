@@ -2,15 +2,17 @@
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from trl import GRPOTrainer as _GRPOTrainer
 from trl import RLOOTrainer as _RLOOTrainer
 
+from swapq.convert import convert, is_converted, recipe_of
 from swapq.diagnostics.mismatch import MismatchSums
 from swapq.errors import SyncError, UnsupportedError
-from swapq_trl.generation import VLLMGeneration
+from swapq_trl.generation import VLLMGeneration, is_sharded
 from swapq_trl.report import SyncReport
 
 __all__ = ["GRPOTrainer", "RLOOTrainer"]
@@ -27,15 +29,23 @@ class _SwapqTrainer(_Base):
     construction runs as if without vLLM, and the engine is built right after it, from the same arguments.
     """
 
+    model: Any
     vllm_generation: Any
 
-    def __init__(self, *args: Any, approximate_lora: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        approximate_lora: bool = False,
+        engine_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         config = bound.arguments.get("args")
         self._first_logps: list[torch.Tensor] | None = None
-        self._approximate_lora = approximate_lora
+        self._engine_arguments: dict[str, Any] = {"approximate_lora": approximate_lora, "engine_options": engine_options}
         if config is None or not config.use_vllm:
             super().__init__(*args, **kwargs)
+            self._convert_reference()
             return
         self._check_config(config)
         # the options below are meant for vLLM; without it TRL would hand them to transformers
@@ -45,9 +55,23 @@ class _SwapqTrainer(_Base):
             super().__init__(*args, **kwargs)
         finally:
             config.use_vllm, config.generation_kwargs = True, generation_kwargs
+        self._convert_reference()
         self.use_vllm = True
         self.vllm_generation = self._build_generation(generation_kwargs)
         self._last_loaded_step = -1  # TRL's mark of the step whose weights the engine holds
+
+    def _convert_reference(self) -> None:
+        """The KL term compares two policies of one recipe: TRL loads the reference afresh, from the unconverted folder."""
+        reference = getattr(self, "ref_model", None)
+        if reference is None or not is_converted(self.model) or is_converted(reference):
+            return
+        if is_sharded(self.accelerator):
+            logger.warning(
+                "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy with "
+                "a BF16 reference"
+            )
+            return
+        convert(self.accelerator.unwrap_model(reference), recipe_of(self.model))
 
     def _check_config(self, config: Any) -> None:
         """Checks that TRL makes only on its vLLM path."""
@@ -83,7 +107,7 @@ class _SwapqTrainer(_Base):
             max_completion_length=self.max_completion_length,
             logprobs=0,  # the sampled token's log-probability, for the correction and the mismatch
             generation_kwargs=generation_kwargs,
-            approximate_lora=self._approximate_lora,
+            **self._engine_arguments,
         )
 
     def sync_weights(self) -> SyncReport:
@@ -156,12 +180,25 @@ class _SwapqTrainer(_Base):
 class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
     """TRL's `GRPOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
-    Same arguments as TRL's, and `approximate_lora`. A model converted with `swapq.convert` is rolled out from the same
-    codes and scales it is trained with; an unconverted one is rolled out as TRL does, with a weight sync that works on a
-    CPU too.
+    Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`. A model converted with
+    `swapq.convert` is rolled out from the same codes and scales it is trained with; an unconverted one is rolled out as
+    TRL does, with a weight sync that works on a CPU too.
     """
 
     _tag_names = [*_GRPOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it
+
+    def _convert_reference(self) -> None:
+        """The KL term compares two policies of one recipe: TRL loads the reference afresh, from the unconverted folder."""
+        reference = getattr(self, "ref_model", None)
+        if reference is None or not is_converted(self.model) or is_converted(reference):
+            return
+        if is_sharded(self.accelerator):
+            logger.warning(
+                "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy with "
+                "a BF16 reference"
+            )
+            return
+        convert(self.accelerator.unwrap_model(reference), recipe_of(self.model))
 
     def _check_config(self, config: Any) -> None:
         corrected = config.vllm_importance_sampling_correction
@@ -217,7 +254,7 @@ class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
 class RLOOTrainer(_SwapqTrainer, _RLOOTrainer):
     """TRL's `RLOOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
-    Same arguments as TRL's, and `approximate_lora`.
+    Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`.
     """
 
     _tag_names = [*_RLOOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it

@@ -39,7 +39,8 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
 
     import swapq_trl
 
-    keywords = {name: options.pop(name) for name in ("peft_config", "eval_dataset", "approximate_lora") if name in options}
+    own = ("peft_config", "eval_dataset", "approximate_lora", "engine_options")
+    keywords = {name: options.pop(name) for name in own if name in options}
     settings: dict[str, Any] = {
         "output_dir": "/tmp/swapq-test-trainer",
         "per_device_train_batch_size": 8,
@@ -71,7 +72,7 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
         args=getattr(trl, f"{kind}Config")(**settings),
         train_dataset=prompts(64, 0),
         processing_class=build_tokenizer(),
-        **keywords,
+        **{"engine_options": {"enforce_eager": True}, **keywords},
     )
 
 
@@ -167,6 +168,7 @@ def faults(recipe: str) -> dict[str, Any]:
     swapq.convert(model, recipe, last_layers_bf16=0)
     built = trainer(model)
     generation = built.vllm_generation
+    self_test = drift(built)
     built.sync_weights()
     honest, right = generation._tensors, scores(generation.llm)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -193,7 +195,7 @@ def faults(recipe: str) -> dict[str, Any]:
             raise RuntimeError("the quantizer failed")
         yield key, tensor
 
-    outcomes: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {"self_test": self_test}
     for label, change in {"drop": drop, "rename": rename, "unquantized": unquantized, "broken": broken}.items():
         generation._tensors = altered(change)
         outcomes[label] = outcome(built.sync_weights)
@@ -238,15 +240,10 @@ def outcome(call: Any) -> dict[str, Any]:
     return {"error": None, "message": ""}
 
 
-def self_test(recipe: str) -> dict[str, Any]:
-    """An engine whose loader puts right bytes into a wrong place is noticed at the first sync."""
-    import swapq
+def drift(built: Any) -> dict[str, Any]:
+    """An engine whose log-probabilities change although its weights do not is noticed at the first sync."""
     import swapq_trl.generation as module
 
-    model = tiny()
-    swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
-    built = trainer(model)
-    generation = built.vllm_generation
     count = iter(range(100))
     honest = module.fixed_scores
 
@@ -255,7 +252,7 @@ def self_test(recipe: str) -> dict[str, Any]:
 
     module.fixed_scores = drifting
     noticed = outcome(built.sync_weights)
-    refused = outcome(lambda: generation.generate(PROMPTS, None, 1))
+    refused = outcome(lambda: built.vllm_generation.generate(PROMPTS, None, 1))
     module.fixed_scores = honest
     return {"noticed": noticed, "refused": refused}
 
@@ -267,6 +264,9 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
     import swapq
 
     model = tiny()
+    if settings.get("beta"):  # TRL loads the reference from the folder the model came from
+        model.save_pretrained(settings["output_dir"])
+        model = type(model).from_pretrained(settings["output_dir"])
     if recipe:
         swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
     if settings.pop("evaluate", False):
@@ -285,7 +285,7 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
     return {"history": logged(built), "syncs": syncs, "args_use_vllm": built.args.use_vllm, "sync": outcome(built.sync_weights)}
 
 
-def lora(recipe: str, *, targets: list[str], approximate: bool = False, **settings: Any) -> dict[str, Any]:
+def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[str, Any]:
     """LoRA on a converted model: what is served is the merged model, and masters are as they were."""
     import peft
 
@@ -293,11 +293,8 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False, **settin
 
     model = tiny()
     swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
-    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM", **settings)
-    try:
-        built = trainer(model, peft_config=config, approximate_lora=approximate)
-    except swapq.SwapqError as error:
-        return {"refused": str(error)}
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM")
+    built = trainer(model, peft_config=config, approximate_lora=approximate)
     base = built.model.get_base_model()
     masters = {name: p.detach().clone() for name, p in base.named_parameters() if "lora_" not in name}
     built.train()

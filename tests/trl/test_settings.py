@@ -1,38 +1,55 @@
 """The trainers work with TRL's other settings as TRL's own do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swapq.errors import UnsupportedError
 from tests.trl.conftest import Job
-
-pytestmark = pytest.mark.vllm
 
 
 def steps(result: dict[str, Any]) -> list[int]:
     return [row["step"] for row in result["history"] if "reward" in row]
 
 
-def test_gradient_accumulation_syncs_once_a_step_and_logs_once_a_step(job: Job) -> None:
-    result = job("options", kind="GRPO", recipe="nvfp4-rl", gradient_accumulation_steps=2, steps=2)
-    assert result["syncs"] == [0, 1]
-    assert steps(result) == [1, 2]
-    assert all("swapq/mismatch_abs_mean" in row and "swapq/sync_seconds" in row for row in result["history"])
+@pytest.fixture(scope="module")
+def rloo(job: Job) -> dict[str, Any]:
+    """RLOO with gradient accumulation and evaluation, on the compiled engine that TRL starts by default."""
+    arguments = {"gradient_accumulation_steps": 2, "evaluate": True, "steps": 2, "engine_options": {}}
+    return job("options", kind="RLOO", recipe="nvfp4-rl", **arguments)
 
 
+@pytest.mark.vllm
+def test_gradient_accumulation_syncs_once_a_step_and_logs_once_a_step(rloo: dict[str, Any]) -> None:
+    assert rloo["syncs"] == [0, 1, 2]  # the last one for the evaluation after the last step
+    assert steps(rloo) == [1, 2]
+    assert all("swapq/sync_seconds" in row for row in rloo["history"] if "reward" in row)
+
+
+@pytest.mark.vllm
+def test_rloo_is_a_drop_in_too(rloo: dict[str, Any]) -> None:
+    for row in rloo["history"]:
+        if "reward" in row:
+            assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
+            assert row["swapq/sync_tensors_verified"] > 50
+
+
+@pytest.mark.vllm
+def test_evaluation_uses_the_synced_engine_and_logs_its_own_mismatch(rloo: dict[str, Any]) -> None:
+    evaluations = [row for row in rloo["history"] if "eval_reward" in row]
+    assert len(evaluations) == 2
+    assert all(0 < row["eval_swapq/mismatch_abs_mean"] < 0.05 for row in evaluations)
+
+
+@pytest.mark.vllm
 def test_several_iterations_over_one_batch_sync_only_when_something_is_generated(job: Job) -> None:
     result = job("options", kind="GRPO", recipe="mxfp8-rl", num_iterations=2, steps=4)
     assert result["syncs"] == [0, 2]
     assert ["swapq/sync_seconds" in row for row in result["history"]] == [True, False, True, False]
 
 
-def test_evaluation_uses_the_synced_engine_and_logs_its_own_mismatch(job: Job) -> None:
-    result = job("options", kind="GRPO", recipe="bf16", evaluate=True, steps=2)
-    evaluations = [row for row in result["history"] if "eval_reward" in row]
-    assert len(evaluations) == 2
-    assert all(0 < row["eval_swapq/mismatch_abs_mean"] < 0.05 for row in evaluations)
-
-
+@pytest.mark.vllm
 def test_without_the_correction_the_mismatch_is_still_logged(job: Job) -> None:
     result = job("options", kind="GRPO", recipe="nvfp4-rl", vllm_importance_sampling_correction=False, steps=1)
     (row,) = result["history"]
@@ -41,24 +58,27 @@ def test_without_the_correction_the_mismatch_is_still_logged(job: Job) -> None:
     assert not any(name.startswith("sampling/") for name in row)
 
 
-def test_rloo_is_a_drop_in_too(job: Job) -> None:
-    result = job("options", kind="RLOO", recipe="nvfp4-rl", steps=2)
-    assert steps(result) == [1, 2]
-    for row in result["history"]:
-        assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
-        assert row["swapq/sync_tensors_verified"] > 50
-
-
+@pytest.mark.vllm
 def test_a_model_that_is_not_converted_trains_with_a_sync_that_works_on_a_cpu(job: Job) -> None:
     result = job("options", kind="GRPO", recipe="", steps=2)
     assert steps(result) == [1, 2]
     for row in result["history"]:
-        assert 0 < row["swapq/mismatch_abs_mean"] < 0.02
+        assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
         assert row["swapq/sync_tensors_verified"] > 0
 
 
-def test_without_vllm_the_trainer_is_trls_own(job: Job) -> None:
-    result = job("options", kind="GRPO", recipe="nvfp4-rl", use_vllm=False, steps=1)
-    assert steps(result) == [1]
+def test_without_vllm_the_trainer_is_trls_own_and_its_reference_follows_the_policys_recipe(job: Job, tmp_path: Path) -> None:
+    arguments = {"beta": 0.1, "steps": 2, "output_dir": str(tmp_path), "use_vllm": False}
+    result = job("options", kind="GRPO", recipe="nvfp4-rl", **arguments)
+    first, second = result["history"]
     assert result["sync"]["error"] == "SyncError"
-    assert not any(name.startswith("swapq/") for name in result["history"][0])
+    assert not any(name.startswith("swapq/") for name in first)
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert second["kl"] > 1e-4
+
+
+def test_an_engine_option_that_would_change_the_policy_is_refused() -> None:
+    from swapq_trl import VLLMGeneration
+
+    with pytest.raises(UnsupportedError, match="engine_options: logprobs_mode, quantization cannot be chosen"):
+        VLLMGeneration(None, None, engine_options={"quantization": "fp8", "logprobs_mode": "raw_logprobs"})

@@ -113,8 +113,8 @@ def test_a_fault_in_a_sync_stops_the_training(faulty: dict[str, Any]) -> None:
 
 
 @pytest.mark.vllm
-def test_the_self_test_notices_an_engine_that_changes_under_equal_weights(job: Job) -> None:
-    result = job("self_test", recipe="nvfp4-rl")
+def test_the_self_test_notices_an_engine_that_changes_under_equal_weights(faulty: dict[str, Any]) -> None:
+    result = faulty["self_test"]
     assert result["noticed"]["error"] == "SyncError"
     assert "self-test" in result["noticed"]["message"]
     assert result["refused"]["error"] == "SyncError"
