@@ -1,0 +1,241 @@
+"""Functions that run in the engine's process; the first argument is the engine."""
+
+import gc
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROMPTS = [[(i * 7 + j * 3) % 64 for j in range(12)] for i in range(6)]
+
+
+def _logprobs(llm: Any) -> Tensor:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, detokenize=False)
+    out = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    return torch.tensor([[next(iter(position.values())).logprob for position in o.prompt_logprobs[1:]] for o in out])
+
+
+def _weights(directory: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(os.path.join(directory, "model.safetensors"))
+
+
+def _model(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def score(llm: Any) -> Tensor:
+    return _logprobs(llm)
+
+
+def generate(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=1, detokenize=False, ignore_eos=True)
+    out = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in out]
+
+
+def methods(llm: Any) -> dict[str, str]:
+    return {n: type(m.quant_method).__name__ for n, m in _model(llm).named_modules() if hasattr(m, "quant_method")}
+
+
+def served(llm: Any) -> dict[str, Tensor]:
+    from swapq_vllm.receiver import served_tensors
+
+    return {name: tensor.clone() for name, tensor in served_tensors(llm)}
+
+
+def served_digests(llm: Any) -> dict[str, str]:
+    from swapq_vllm.receiver import served_digests
+
+    return served_digests(llm)
+
+
+def update(llm: Any, directory: str) -> Any:
+    """One verified update with the tensors of a checkpoint; the report as a dictionary."""
+    import dataclasses
+
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import apply_update
+
+    weights = _weights(directory)
+    return dataclasses.asdict(apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()}))
+
+
+def update_and_score(llm: Any, directory: str) -> Tensor:
+    update(llm, directory)
+    return _logprobs(llm)
+
+
+def update_from_one_buffer(llm: Any, directory: str) -> dict[str, str]:
+    """A sender that overwrites its buffer as soon as it is asked for the next tensor."""
+    from swapq_vllm.receiver import apply_update, served_digests
+
+    weights = _weights(directory)
+    buffer = torch.empty(max(t.numel() * t.element_size() for t in weights.values()), dtype=torch.uint8)
+
+    def send() -> Any:
+        for name, tensor in weights.items():
+            raw = buffer[: tensor.numel() * tensor.element_size()]
+            raw.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+            yield name, raw.view(tensor.dtype).reshape(tensor.shape)
+            buffer.fill_(0x55)
+
+    apply_update(llm, send())
+    return served_digests(llm)
+
+
+def update_with_poisoned_memory(llm: Any, directory: str) -> Tensor:
+    """An update and a score during which every uninitialized tensor is filled with NaN (integers: the largest value)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        update(llm, directory)
+        return _logprobs(llm)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    """Addresses of every parameter and of the operands that the CPU engine keeps."""
+    found = {name: p.data_ptr() for name, p in _model(llm).named_parameters()}
+    for name, module in _model(llm).named_modules():
+        operands = getattr(module, "swapq_operands", None)
+        for i, operand in enumerate(operands if isinstance(operands, tuple) else [operands] if operands else []):
+            found |= {f"{name}.operand{i}.{j}": t.data_ptr() for j, t in enumerate(operand.tensors)}
+    return found
+
+
+def tensor_bytes(llm: Any) -> int:
+    """Bytes of all storages that live tensors hold."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def experts(llm: Any, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The expert block of the live engine."""
+    module = _model(llm).model.layers[layer].mlp.experts.routed_experts
+    with torch.inference_mode():
+        return module.quant_method.apply(module, x, weights, ids.to(torch.int32), None, None).clone()
+
+
+def linear(llm: Any, path: str, x: Tensor) -> Tensor:
+    """A linear of the live engine."""
+    module = _model(llm).get_submodule(path)
+    with torch.inference_mode():
+        return module.quant_method.apply(module, x, None).clone()
+
+
+def faulty_update(llm: Any, directory: str, fault: str, name: str) -> tuple[str, str]:
+    """An update with one fault: the error it raised, and what a request raised afterwards ("served" if nothing)."""
+    from swapq.digest import tensor_digest
+    from swapq.errors import SyncError
+    from swapq_vllm.receiver import apply_update
+
+    good = _weights(directory)
+    digests = {n: tensor_digest(t) for n, t in good.items()}
+    items = list(good.items())
+    if fault == "missing":
+        items = [i for i in items if i[0] != name]
+    elif fault == "misnamed":
+        items = [(n + "s" if n == name else n, t) for n, t in items]
+    elif fault == "repeated":
+        items.append((name, good[name]))
+    elif fault == "flipped":
+        good[name].view(torch.uint8).view(-1)[5] ^= 1
+    elif fault == "bf16":
+        items = [(n, torch.zeros(t.shape, dtype=torch.bfloat16) if n == name else t) for n, t in items]
+    elif fault == "shape":
+        items = [(n, t[:-1] if n == name else t) for n, t in items]
+    elif fault == "nan_scale":
+        good[name].view(torch.uint8).view(-1)[5] = 0xFF
+        digests = None
+    elif fault == "e8m0":
+        items = [(n, t.view(torch.float8_e8m0fnu) if n == name else t) for n, t in items]
+    elif fault == "raises":
+        items = _raising(items, name)
+    raised = "nothing"
+    try:
+        apply_update(llm, items, digests)
+    except SyncError as error:
+        raised = str(error)
+    try:
+        _logprobs(llm)
+    except SyncError as error:
+        return raised, str(error)
+    return raised, "served"
+
+
+def _raising(items: list[tuple[str, Tensor]], name: str) -> Any:
+    for n, t in items:
+        if n == name:
+            raise RuntimeError(f"quantizing {name} failed")
+        yield n, t
+
+
+def scale_pair(llm: Any, directory: str, name: str) -> str:
+    """An update whose gate scale differs from its up scale: the error."""
+    from swapq.errors import SyncError
+    from swapq_vllm.receiver import apply_update
+
+    weights = _weights(directory)
+    weights[name] = weights[name] * 2
+    try:
+        apply_update(llm, weights.items())
+    except SyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def changed_after_arrival(llm: Any, directory: str, name: str) -> str:
+    """An update after which one byte of the live tensor is wrong: the error."""
+    from swapq.errors import SyncError
+    from swapq_vllm.ledger import Ledger
+    from swapq_vllm.receiver import apply_update
+
+    compare = Ledger.compare_held
+
+    def spoil_and_compare(self: Ledger) -> Any:
+        piece = self.served.placements[name].pieces[0]
+        live = getattr(piece.layer, piece.name).data
+        live.view(torch.uint8).view(-1)[piece.live.offset * live.element_size()] ^= 1
+        return compare(self)
+
+    Ledger.compare_held = spoil_and_compare
+    try:
+        apply_update(llm, _weights(directory).items())
+    except SyncError as error:
+        return str(error)
+    finally:
+        Ledger.compare_held = compare
+    return "nothing"
+
+
+def verify(llm: Any, directory: str, spoilt: str | None) -> tuple[dict[str, int], str]:
+    """The worker method of a server: counts by kind, and whether the engine serves afterwards."""
+    from swapq.digest import tensor_digest
+    from swapq.errors import SyncError
+    from swapq_vllm.worker import WorkerExtension
+
+    digests = {n: tensor_digest(t) for n, t in _weights(directory).items()}
+    if spoilt is not None:
+        digests[spoilt] = "0" * 32
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    found = WorkerExtension.swapq_verify(worker, digests)
+    closed = "execute_model" in worker.model_runner.__dict__
+    if closed:
+        try:
+            worker.model_runner.execute_model(None)
+        except SyncError as error:
+            return {k: len(v) for k, v in found.items()}, str(error)
+    return {k: len(v) for k, v in found.items()}, "serves"
