@@ -81,7 +81,7 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
         spec = LinearSpec(fmt, recipe.activations, recipe.backward)
         if name not in fused:
             owner = name.removesuffix(".weight")
-            SwapqLinear.adopt(modules[owner], spec, the_plan.anatomy.hub_name(name))  # type: ignore[arg-type]
+            SwapqLinear.adopt(modules[owner], spec, the_plan.anatomy.hub_name(name))
         elif fused[name].prefix not in done:
             done.add(fused[name].prefix)
             SwapqExperts.adopt(modules[fused[name].prefix], fused[name], spec, expert_tp=recipe.expert_tp)
@@ -99,8 +99,8 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
     return model
 
 
-def _weights(layout: ExpertsLayout) -> tuple[str, str]:
-    return (layout.gate_up_name if layout.gated else layout.up_name, layout.down_name)
+def _weights(layout: ExpertsLayout) -> list[str]:
+    return [name for name in (layout.gate_up_name, layout.up_name, layout.down_name) if name]
 
 
 def _check_swappable(modules: dict[str, nn.Module], owner: str, kind: type[nn.Module]) -> None:

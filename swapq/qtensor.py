@@ -65,7 +65,7 @@ class QTensor(TorchAOBaseTensor):
     def parts(self) -> Parts:
         return Parts(self.codes, self.scales, self.global_scale)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The value of every element in the contract's float32 order, rounded to ``dtype`` (default: the dtype it came from)."""
         values = self.spec.dequantize(self.parts, scope=self.scope, axis=self.axis)
         return values.to(dtype or self.source_dtype)

@@ -55,15 +55,11 @@ def _expert_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
         )
     q = module.quantized()
     first, down = q[module.up_name], q[module.down_name]
-    halves = (
-        [("gate", slice(layout.intermediate)), ("up", slice(layout.intermediate, None))]
-        if layout.gated
-        else [("up", slice(None))]
-    )
+    rows = {"gate": slice(layout.intermediate), "up": slice(layout.intermediate, None)} if layout.gated else {}
     for expert in range(layout.num_experts):
-        for projection, rows in halves:
-            yield from _stored(layout.hub_weight(expert, projection), first, expert, rows)
-        yield from _stored(layout.hub_weight(expert, "down"), down, expert, slice(None))
+        for projection in layout.projections:
+            source = down if projection == "down" else first
+            yield from _stored(layout.hub_weight(expert, projection), source, expert, rows.get(projection, slice(None)))
 
 
 def _stored(weight: str, q: QTensor, expert: int, rows: slice) -> Iterator[tuple[str, Tensor]]:
@@ -126,12 +122,8 @@ def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
     return ((name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage))
 
 
-def _weight_names(module: QuantizedStorage) -> tuple[str, ...]:
-    return (module.up_name, module.down_name) if isinstance(module, SwapqExperts) else ("weight",)
-
-
 def _check_finite(prefix: str, module: QuantizedStorage) -> None:
-    for weight in _weight_names(module):
+    for weight in module.weight_names():
         if weight in dict(module.named_parameters(recurse=False)):
             require_finite(whole(getattr(module, weight).detach()), f"{prefix}.{weight}")
 
@@ -141,7 +133,7 @@ def _plain_state(root: nn.Module) -> dict[str, Tensor]:
     taken = {
         f"{prefix}.{name}"
         for prefix, module in _swapped(root)
-        for weight in _weight_names(module)
+        for weight in module.weight_names()
         for name in (weight, *part_names(weight).values())
     }
     return {name: whole(t) for name, t in root.state_dict().items() if name not in taken}
@@ -159,13 +151,7 @@ def quantized_names(model: nn.Module) -> dict[str, list[str]]:
     """Format -> exact checkpoint names of the weights held in it, in natural order."""
     names: dict[str, list[str]] = {}
     for module in swapped_modules(base_model(model)):
-        if isinstance(module, SwapqExperts):
-            layout = module.swapq_layout
-            projections = ("gate", "up", "down") if layout.gated else ("up", "down")
-            mine = [layout.hub_weight(e, p) for e in range(layout.num_experts) for p in projections]
-        else:
-            mine = [module.hub_name]  # type: ignore[attr-defined]
-        names.setdefault(module.spec.weights, []).extend(mine)  # type: ignore[attr-defined]
+        names.setdefault(module.spec.weights, []).extend(module.hub_weights())
     return {fmt: sorted(found, key=dot_natural_key) for fmt, found in sorted(names.items())}
 
 

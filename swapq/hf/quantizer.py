@@ -79,7 +79,7 @@ def attach(model: PreTrainedModel) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = SwapqHfQuantizer(config, pre_quantized=True)  # type: ignore[assignment]
     model.is_quantized = True  # type: ignore[assignment]
-    model.quantization_method = "swapq"
+    model.quantization_method = "swapq"  # type: ignore[assignment]
 
 
 def _described(model: PreTrainedModel) -> dict[str, Any]:

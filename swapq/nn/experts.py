@@ -29,12 +29,11 @@ class SwapqExperts(QuantizedStorage):
     Attributes:
         swapq_layout: names, shapes and order of the fused parameters.
         spec: formats and backward mode of both linears.
-        trainable: whether the fused parameters are masters; else codes and scales stand in their place.
+        expert_tp: slices of the inner length with row scales of their own.
     """
 
     swapq_layout: ExpertsLayout
-    spec: LinearSpec
-    trainable: bool
+    expert_tp: int
     family_gate: Callable[[nn.Module, Tensor], Tensor] | None
 
     @classmethod
@@ -63,15 +62,22 @@ class SwapqExperts(QuantizedStorage):
     @property
     def up_name(self) -> str:
         """Parameter of the first linear: fused gate and up, or up alone."""
-        return self.swapq_layout.gate_up_name if self.swapq_layout.gated else self.swapq_layout.up_name
+        return self.swapq_layout.gate_up_name or self.swapq_layout.up_name or ""
 
     @property
     def down_name(self) -> str:
         return self.swapq_layout.down_name
 
+    def weight_names(self) -> tuple[str, ...]:
+        return (self.up_name, self.down_name)
+
+    def hub_weights(self) -> list[str]:
+        layout = self.swapq_layout
+        return [layout.hub_weight(e, p) for e in range(layout.num_experts) for p in layout.projections]
+
     def quantized(self) -> dict[str, QTensor]:
         """Parameter name -> QTensor ``[E, N, K]`` of what a forward would use now."""
-        return {name: self._weight(name) for name in (self.up_name, self.down_name)}
+        return {name: self._weight(name) for name in self.weight_names()}
 
     def _weight(self, name: str) -> QTensor:
         if not self.trainable:
@@ -89,7 +95,7 @@ class SwapqExperts(QuantizedStorage):
         self.requires_grad_(False)
 
     def allocate(self) -> None:
-        for name in (self.up_name, self.down_name):
+        for name in self.weight_names():
             self._allocate(name, self.spec.weights, transposed=self.spec.transposed)
         self.trainable = False
         self.requires_grad_(False)

@@ -89,7 +89,7 @@ class _RoutedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         routing, spec, grouped = ctx.routing, ctx.spec, dispatch.grouped(dy.device)
         saved = ctx.saved_tensors  # read once: checkpointing without reentry allows no second unpacking
         dy = dy.to(torch.bfloat16).contiguous()

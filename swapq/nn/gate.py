@@ -57,7 +57,7 @@ class _Activation(torch.autograd.Function):
         return _table(act, x.device)[x.contiguous().view(torch.int16).to(torch.int32) + 32768]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             x = x.detach().requires_grad_()

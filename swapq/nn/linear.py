@@ -41,8 +41,6 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
         trainable: whether ``weight`` is the master ``[N, K]``; else codes and scales stand in its place.
     """
 
-    spec: LinearSpec
-    trainable: bool
     #: name of the weight in a checkpoint
     hub_name: str
     #: the other half of an expert's gate/up pair, held in a tuple so that it is no submodule
@@ -60,6 +58,12 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
     def pair_with(self, other: "SwapqLinear") -> None:
         """Share one FP32 scale with ``other`` (gate and up of one expert)."""
         self.partner, other.partner = (other,), (self,)
+
+    def weight_names(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def hub_weights(self) -> list[str]:
+        return [self.hub_name]
 
     def quantized(self) -> dict[str, QTensor]:
         """``{"weight": QTensor}`` of what a forward would use now."""

@@ -5,17 +5,16 @@ Codes and block scales live as uint8, so that every library that moves, gathers 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from swapq import formats
+from swapq.nn.functional import LinearSpec
 from swapq.qtensor import QTensor
 
 __all__ = ["QuantizedStorage", "part_names"]
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def part_names(weight: str) -> dict[str, str]:
@@ -26,6 +25,9 @@ def part_names(weight: str) -> dict[str, str]:
 class QuantizedStorage(nn.Module):
     """Mixin of the swapped modules."""
 
+    spec: LinearSpec
+    #: whether the weights are masters; else codes and scales stand in their place
+    trainable: bool
     #: weight name -> (format, scope, dtype it came from) of weights held as codes
     stored: dict[str, tuple[str, str, torch.dtype]]
     #: weight name -> QTensor inside ``frozen_weights``
@@ -33,6 +35,14 @@ class QuantizedStorage(nn.Module):
 
     def _init_storage(self) -> None:
         self.stored, self.frozen = {}, None
+
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the weights that this module quantizes, as its parameters spell them."""
+        raise NotImplementedError
+
+    def hub_weights(self) -> list[str]:
+        """Checkpoint names of the weights that this module quantizes."""
+        raise NotImplementedError
 
     def quantized(self) -> dict[str, QTensor]:
         """Weight name -> QTensor of what a forward would use now."""
@@ -84,23 +94,23 @@ class QuantizedStorage(nn.Module):
                 self.frozen[weight] = make()
         return self.frozen[weight]
 
-    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = {
             name: p
-            for weight in self.stored  # type: ignore[attr-defined]
+            for weight in self.stored
             for name in part_names(weight).values()
             if (p := self._parameters.get(name)) is not None and p.dtype == torch.float32
         }
         shapes = {name: p.shape for name, p in kept.items()}
         for p in kept.values():
             p.data = p.data.reshape(-1).view(torch.uint8)
-        super()._apply(fn, recurse)  # type: ignore[misc]
+        super()._apply(fn, recurse)
         for name, shape in shapes.items():
             p = self._parameters[name]
             if p is not None:
                 p.data = p.data.view(torch.float32).reshape(shape)
-        if self.frozen is not None:  # type: ignore[attr-defined]
-            self.frozen.clear()  # type: ignore[attr-defined]
+        if self.frozen is not None:
+            self.frozen.clear()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
