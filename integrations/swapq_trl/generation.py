@@ -106,6 +106,9 @@ class VLLMGeneration(_VLLMGeneration):
         os.environ["RANK"] = str(self.accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(self.accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
+        if self.accelerator.num_processes == 1 and not torch.distributed.is_initialized():
+            # Accelerate leaves 29500 on a CPU, where two jobs on one machine would meet; nobody joins a world of one
+            os.environ["MASTER_PORT"] = "0"
         ensure_master_addr_port()
         with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
             self.llm = self._build_engine(self._engine_source(Path(folder)))

@@ -1,5 +1,6 @@
 """What runs in a process of its own: trainers with a real engine. Each job returns plain facts for a test to judge."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -31,11 +32,16 @@ def tiny(layers: int = 2, *, seed: int = 0, scale: float = 3.0) -> Any:
     return model
 
 
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward that even a random model's samples differ in."""
+    return [float(sum(character.isalnum() and character < "h" for character in text)) for text in completions]
+
+
 def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -> Any:
     """A trainer of `swapq_trl` with small batches and a learning rate that changes every weight."""
     import trl
     from arithmetic.model import build_tokenizer
-    from arithmetic.task import exact_rate, prompts, reward
+    from arithmetic.task import prompts
 
     import swapq_trl
 
@@ -68,7 +74,7 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
         settings.setdefault("vllm_importance_sampling_mode", "token_truncate")
     return getattr(swapq_trl, f"{kind}Trainer")(
         model,
-        [reward, exact_rate],
+        [digits],
         args=getattr(trl, f"{kind}Config")(**settings),
         train_dataset=prompts(64, 0),
         processing_class=build_tokenizer(),
@@ -244,11 +250,12 @@ def drift(built: Any) -> dict[str, Any]:
     """An engine whose log-probabilities change although its weights do not is noticed at the first sync."""
     import swapq_trl.generation as module
 
-    count = iter(range(100))
+    shift = itertools.count()
     honest = module.fixed_scores
 
     def drifting(llm: Any) -> list[list[float]]:
-        return [[value + 0.25 * next(count) for value in row] for row in honest(llm)]
+        moved = 0.25 * next(shift)
+        return [[value + moved for value in row] for row in honest(llm)]
 
     module.fixed_scores = drifting
     noticed = outcome(built.sync_weights)

@@ -34,7 +34,7 @@ def test_lora_on_bf16_attention_is_served_merged_and_leaves_the_masters_alone(jo
     assert result["masters_unchanged"]
     assert result["verified"] == result["tensors"]
     assert result["codes_changed"] is None
-    assert all(0 < row["swapq/mismatch_abs_mean"] < 0.05 for row in result["history"])
+    assert all(0 < row["swapq/mismatch_abs_mean"] < 0.15 for row in result["history"])
 
 
 @pytest.mark.vllm

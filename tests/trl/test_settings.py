@@ -31,7 +31,7 @@ def test_gradient_accumulation_syncs_once_a_step_and_logs_once_a_step(rloo: dict
 def test_rloo_is_a_drop_in_too(rloo: dict[str, Any]) -> None:
     for row in rloo["history"]:
         if "reward" in row:
-            assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
+            assert 0 < row["swapq/mismatch_abs_mean"] < 0.15
             assert row["swapq/sync_tensors_verified"] > 50
 
 
@@ -39,7 +39,7 @@ def test_rloo_is_a_drop_in_too(rloo: dict[str, Any]) -> None:
 def test_evaluation_uses_the_synced_engine_and_logs_its_own_mismatch(rloo: dict[str, Any]) -> None:
     evaluations = [row for row in rloo["history"] if "eval_reward" in row]
     assert len(evaluations) == 2
-    assert all(0 < row["eval_swapq/mismatch_abs_mean"] < 0.05 for row in evaluations)
+    assert all(0 < row["eval_swapq/mismatch_abs_mean"] < 0.15 for row in evaluations)
 
 
 @pytest.mark.vllm
@@ -53,7 +53,7 @@ def test_several_iterations_over_one_batch_sync_only_when_something_is_generated
 def test_without_the_correction_the_mismatch_is_still_logged(job: Job) -> None:
     result = job("options", kind="GRPO", recipe="nvfp4-rl", vllm_importance_sampling_correction=False, steps=1)
     (row,) = result["history"]
-    assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
+    assert 0 < row["swapq/mismatch_abs_mean"] < 0.15
     assert row["swapq/mismatch_masked_fraction"] == 0
     assert not any(name.startswith("sampling/") for name in row)
 
@@ -63,7 +63,7 @@ def test_a_model_that_is_not_converted_trains_with_a_sync_that_works_on_a_cpu(jo
     result = job("options", kind="GRPO", recipe="", steps=2)
     assert steps(result) == [1, 2]
     for row in result["history"]:
-        assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
+        assert 0 < row["swapq/mismatch_abs_mean"] < 0.15
         assert row["swapq/sync_tensors_verified"] > 0
 
 

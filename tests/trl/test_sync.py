@@ -6,13 +6,14 @@ import pytest
 
 from tests.trl.conftest import Job
 
-RECIPES = ["bf16", "mxfp8-rl", "nvfp4-rl"]
+# On a random model with large experts rounding flips many 4-bit codes; a stale or wrong engine is at 0.3 and more.
+ROUNDING = {"bf16": 0.03, "mxfp8-rl": 0.05, "nvfp4-rl": 0.15}
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=ROUNDING)
 def trained(request: pytest.FixtureRequest, job: Job) -> dict[str, Any]:
     """Two GRPO steps and four syncs on one engine."""
-    return job("train", recipe=request.param)
+    return {"recipe": request.param, **job("train", recipe=request.param)}
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +63,12 @@ def test_syncs_move_no_tensor_and_keep_memory_flat(trained: dict[str, Any]) -> N
 def test_the_mismatch_is_logged_each_step_and_is_rounding_only(trained: dict[str, Any]) -> None:
     assert [row["step"] for row in trained["history"]] == [1, 2]
     for row in trained["history"]:
-        assert 0 < row["swapq/mismatch_abs_mean"] < 0.05
+        assert row["grad_norm"] > 0
+        assert 0 < row["swapq/mismatch_abs_mean"] < ROUNDING[trained["recipe"]]
         assert row["swapq/mismatch_abs_mean"] <= row["swapq/mismatch_abs_max"] < 1
         assert row["swapq/mismatch_abs_mean"] == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-3)
         assert abs(row["swapq/mismatch_k1"]) < 0.05
-        assert 0 <= row["swapq/mismatch_k3"] < 0.01
+        assert 0 <= row["swapq/mismatch_k3"] < 0.03
         assert 0.9 < row["swapq/mismatch_ess"] <= 1
         assert row["swapq/mismatch_masked_fraction"] == 0
 
