@@ -1,5 +1,10 @@
 """Low-precision reinforcement learning of MoE language models: one recipe, one numeric contract, the same bytes on both sides."""
 
+# ruff: noqa: E402
+from swapq._torchao import import_quietly
+
+import_quietly()
+
 from swapq._version import __version__
 from swapq.checkpoint.export import export
 from swapq.convert import convert, frozen_weights, is_converted, recipe_of

@@ -109,6 +109,32 @@ def recipes(as_json: Json = False) -> None:
     stdout.print(table)
 
 
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, what is supported, which kernels will run, and what to do about each gap."""
+    from dataclasses import asdict
+
+    from swapq.doctor import examine
+
+    findings = examine()
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"ok": all(f.status != "gap" for f in findings), "findings": [asdict(f) for f in findings]}, indent=1
+            )
+        )
+    else:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("", "what", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "gap": "[red]GAP[/]"}
+        for f in findings:
+            table.add_row(marks[f.status], f.topic, f.found, f.advice)
+        stdout.print(table)
+    if any(f.status == "gap" for f in findings):
+        raise typer.Exit(1)
+
+
 def _exceptions(recipe: Any) -> str:
     said = [
         f"{what} {_amount(n)}"
