@@ -8,9 +8,9 @@ from torch import Tensor
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.bits import F32_MAX, e2m1_decode, e2m1_encode, e4m3_cast, pack_nibbles, unpack_nibbles
 
-__all__ = ["NVFP4"]
+__all__ = ["NVFP4", "ONE_SIXTH"]
 
-_ONE_SIXTH = 0.16666667163372040  # bits 0x3E2AAAAB
+ONE_SIXTH = 0.16666667163372040  # bits 0x3E2AAAAB
 _RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
 
 
@@ -32,7 +32,7 @@ class NVFP4(Format):
 
     def quantize(self, x: Tensor, *, scope: str = "tensor", axis: int = -1, amax: Tensor | None = None) -> Parts:
         encode, decode = self.global_scales(self.scope_amax(x, scope) if amax is None else amax.float())
-        per_block = self._over_blocks(encode * _ONE_SIXTH, scope)
+        per_block = self._over_blocks(encode * ONE_SIXTH, scope)
         scales = e4m3_cast((self._block_amax(x, scope) * per_block).clamp(max=F32_MAX))
         product = scales.float() * self._over_blocks(decode, scope)
         factor = torch.div(torch.ones_like(product), product).clamp(max=F32_MAX)
