@@ -111,11 +111,12 @@ class Ledger:
             return Arrival(whole, [])
         parts = []
         for piece in placement.pieces:
-            live = getattr(piece.layer, piece.name).dtype
+            part = piece.of(tensor)
             if placement.whole:
-                parts.append(whole if live == tensor.dtype else tensor_digest(tensor.to(live)))
+                as_is = part.dtype == tensor.dtype and not piece.loses_sign_of_zero
+                parts.append(whole if as_is else _part_digest(part.reshape(tensor.shape)))
             else:
-                parts.append(_part_digest(piece.of(tensor).to(live)))
+                parts.append(_part_digest(part))
         return Arrival(whole, parts)
 
     def _compare_with_sender(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's CPU experts keep BF16 weights prepacked. Prepacking moves elements and changes none, so it can be undone exactly."""
+"""Reads back what vLLM's CPU engine packed. Packing moves elements and changes none, so it can be undone exactly."""
 
 from functools import lru_cache
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["unpack_experts"]
+__all__ = ["unpack_experts", "weight_by_product"]
 
 
 @lru_cache(maxsize=8)
@@ -45,3 +45,11 @@ def unpack_experts(weight: Tensor, kernel: Any) -> Tensor | None:
     flat = torch.empty_like(weight).flatten(1)
     flat[:, order] = weight.flatten(1)
     return flat.view_as(weight)
+
+
+def weight_by_product(layer: Any) -> Tensor | None:
+    """Weight ``[N, K]`` of a packed linear: its product with the identity. Every sum has one term, so it is exact."""
+    if layer.params_dtype != torch.bfloat16:
+        return None
+    columns = getattr(layer, "input_size_per_partition", layer.input_size)
+    return layer.quant_method.apply(layer, torch.eye(columns, dtype=torch.bfloat16), None).t().contiguous()

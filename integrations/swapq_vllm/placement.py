@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swapq_vllm.compat import on_meta
 from swapq_vllm.headers import Meta
-from swapq_vllm.unquantized import load_layout
+from swapq_vllm.unquantized import load_layout, reads_by_product
 
 __all__ = ["Layouts", "Piece", "Placement", "trace"]
 
@@ -61,8 +61,14 @@ class Piece(NamedTuple):
         return None if whole is None or whole.numel() == 0 else self.live.view(whole)
 
     def of(self, arrived: Tensor) -> Tensor:
-        """The part of the checkpoint tensor that goes there."""
-        return arrived if self.source is None else self.source.view(arrived.contiguous())
+        """What :meth:`held` should give after ``arrived``, a contiguous checkpoint tensor, was loaded."""
+        part = arrived if self.source is None else self.source.view(arrived)
+        part = part.to(getattr(self.layer, self.name).dtype)
+        return part + 0.0 if self.loses_sign_of_zero else part
+
+    @property
+    def loses_sign_of_zero(self) -> bool:
+        return reads_by_product(self.layer, self.name)
 
 
 @dataclass(slots=True)
@@ -86,6 +92,13 @@ class Placement:
 
     def served(self, layouts: Layouts) -> Tensor | None:
         """The tensor as the engine holds it, in checkpoint layout; None where this rank cannot tell all of it."""
+        held = self._held(layouts)
+        if held is None or held.dtype == self.meta.dtype:
+            return held
+        back = held.to(self.meta.dtype)  # a model that widens a tensor holds the checkpoint's values
+        return back if torch.equal(back.to(held.dtype), held) else held
+
+    def _held(self, layouts: Layouts) -> Tensor | None:
         if self.whole:
             held = self.pieces[0].held(layouts)
             return None if held is None else held.reshape(self.meta.shape)
@@ -113,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         self.owners: dict[int, tuple[nn.Module, str]] = {}
         for layer in model.modules():
             for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]:
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None:
                     self.owners[_storage(tensor)] = (layer, name)
         self.sources: dict[int, str] = {}
         self.alive: list[Tensor] = []  # a freed storage's address could be used again
@@ -137,7 +150,13 @@ class _Recorder(TorchDispatchMode):
                 name = self.sources.get(_storage(source))
                 region = None if name is None else Region.of(source)
                 self.placements[name or self.current].pieces.append(Piece(*owner, Region.of(into), region))
+        if func._schema.is_mutable and self._is_live(args):
+            return args[0]  # vLLM leaves biases off the meta device; what is served is never written here
         return func(*args, **(kwargs or {}))
+
+    def _is_live(self, args: tuple[Any, ...]) -> bool:
+        into = args[0] if args else None
+        return isinstance(into, Tensor) and not into.is_meta and _storage(into) in self.owners
 
 
 def _storage(tensor: Tensor) -> int:

@@ -16,12 +16,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.platforms import current_platform
 
 from swapq_vllm.built import built
-from swapq_vllm.packing import unpack_experts
+from swapq_vllm.packing import unpack_experts, weight_by_product
 
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Bf16EmbeddingMethod", "Bf16ExpertsMethod", "Bf16LinearMethod", "adopt", "load_layout"]
+__all__ = ["Bf16EmbeddingMethod", "Bf16ExpertsMethod", "Bf16LinearMethod", "adopt", "load_layout", "reads_by_product"]
 
 
 class _Once:
@@ -77,10 +77,12 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         built(self)
-        if current_platform.is_cpu():
-            layer.cpu_linear = F.linear  # some layers call it themselves
-        else:
+        if not current_platform.is_cpu():
             super().process_weights_after_loading(layer)
+            return
+        layer.cpu_linear = F.linear  # some layers call it themselves
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False):  # latent attention takes this weight in and drops it
+            layer.__dict__.setdefault("swapq_kept", layer.weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if current_platform.is_cpu():
@@ -89,7 +91,7 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
 
     def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
-        return getattr(layer, name)
+        return layer.__dict__.get("swapq_kept", layer.weight) if name == "weight" else getattr(layer, name)
 
 
 class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -113,8 +115,13 @@ class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 def adopt(model: nn.Module) -> None:
-    """Give vLLM's own BF16 experts in ``model`` the repaired method, so an engine of a plain BF16 checkpoint can be updated too."""
+    """Make the BF16 layers of ``model`` fit for an update.
+
+    vLLM's own BF16 experts (of a plain BF16 checkpoint) get the repaired method, and weights that latent attention dropped come back.
+    """
     for module in model.modules():
+        if "swapq_kept" in module.__dict__:
+            module.register_parameter("weight", module.__dict__["swapq_kept"])
         method = getattr(module, "quant_method", None)
         if type(method) is UnquantizedFusedMoEMethod:
             method.__class__ = Bf16ExpertsMethod
@@ -128,6 +135,16 @@ def load_layout(layer: Any, name: str) -> Tensor | None:
         return method.load_layout(layer, name)
     if method is None or isinstance(method, UnquantizedEmbeddingMethod):
         return live
-    if isinstance(method, UnquantizedLinearMethod) and not (current_platform.is_cpu() and name == "weight"):
-        return live
-    return None
+    if not isinstance(method, UnquantizedLinearMethod):
+        return None
+    return weight_by_product(layer) if reads_by_product(layer, name) else live
+
+
+def reads_by_product(layer: Any, name: str) -> bool:
+    """Whether tensor ``name`` can be read back only by a product with the identity: it is exact, but loses the sign of zero.
+
+    Such are the linears that a model class builds without the quantization configuration (routers): vLLM's CPU engine packs their
+    weight and drops the parameter.
+    """
+    own = type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod
+    return own and name == "weight" and current_platform.is_cpu()
