@@ -6,6 +6,7 @@ from swapq._torchao import import_quietly
 import_quietly()
 
 from swapq._version import __version__
+from swapq.checkpoint.conversion import convert_checkpoint
 from swapq.checkpoint.export import export
 from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
@@ -23,6 +24,7 @@ __all__ = [
     "SwapqError",
     "__version__",
     "convert",
+    "convert_checkpoint",
     "digest",
     "export",
     "frozen_weights",

@@ -14,6 +14,9 @@ from swapq import errors
 
 SIGNATURES = {
     "convert": "(model, recipe='nvfp4-rl', *, trainable=True, **overrides)",
+    "convert_checkpoint": (
+        "(source, destination, recipe, *, layout='swapq', workers=1, overwrite=False, resume=True, max_shard_size='5GB', progress=True)"
+    ),
     "digest": "(x)",
     "export": "(model, directory, *, layout='swapq', max_shard_size='5GB')",
     "frozen_weights": "(model)",

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from swapq.errors import CheckpointError
 
-__all__ = ["ShardWriter", "write_json"]
+__all__ = ["ShardWriter", "publish", "write_json"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
+    """Give a finished file the mode that the umask gives, make it durable, and rename it into place."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(temporary, 0o666 & ~umask)
@@ -33,7 +34,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` to ``path``, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _publish(temporary, path)
+    publish(temporary, path)
 
 
 class ShardWriter:
@@ -100,7 +101,7 @@ class ShardWriter:
                 old.unlink()
         weight_map: dict[str, str] = {}
         for (temporary, names), file in zip(self.shards, named, strict=True):
-            _publish(temporary, self.directory / file)
+            publish(temporary, self.directory / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
             write_json(

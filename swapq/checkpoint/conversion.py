@@ -1,0 +1,247 @@
+"""``swapq.convert_checkpoint``: a folder becomes a quantized folder, streaming, resumable, whole or not at all.
+
+Order of writing: shards one by one (durable, then renamed into place), other files, index, config, and last the completion record
+``swapq.json``. Until the config is there, no loader takes the folder for a checkpoint.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.serialization._base import parse_size_to_int
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import (
+    Progress as Bar,
+)
+
+from swapq.checkpoint import layouts
+from swapq.checkpoint.job import Job, Shard
+from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion
+from swapq.checkpoint.stream import stream
+from swapq.checkpoint.writer import publish, write_json
+from swapq.errors import CheckpointError, UnsupportedError
+from swapq.headers import INDEX_NAME, read_folder, read_json
+from swapq.plan import Plan, plan
+from swapq.recipe import Recipe
+
+__all__ = ["Conversion", "convert_checkpoint"]
+
+#: files that hold weights in some form: shards are made anew, the rest is never read or copied
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".safetensors.index.json",
+)
+_NEVER = {"config.json", "hf_quant_config.json", RECORD_NAME, INDEX_NAME, "pytorch_model.bin.index.json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        plan: the plan it carried out.
+        shards: shard -> bytes, SHA-256 and underflowed blocks.
+        already_done: the destination was finished before, and nothing was touched.
+        resumed: shards that an earlier run had finished.
+        left_out: files of the source that were not copied, because they hold weights in a form that is never read.
+        memory_bound: bytes that the workers held at most, beside the program itself.
+    """
+
+    plan: Plan
+    shards: Mapping[str, Mapping[str, Any]]
+    already_done: bool
+    resumed: int
+    left_out: tuple[str, ...]
+    memory_bound: int
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(int(said["bytes"]) for said in self.shards.values())
+
+    @property
+    def underflowed_blocks(self) -> int:
+        """Non-zero blocks that dequantize to zeros."""
+        return sum(int(said.get("underflowed_blocks", 0)) for said in self.shards.values())
+
+
+def convert_checkpoint(
+    source: "str | os.PathLike[str]",
+    destination: "str | os.PathLike[str]",
+    recipe: "str | Recipe | Mapping[str, Any] | os.PathLike[str]",
+    *,
+    layout: str = "swapq",
+    workers: int = 1,
+    overwrite: bool = False,
+    resume: bool = True,
+    max_shard_size: "int | str" = "5GB",
+    progress: bool = True,
+) -> Conversion:
+    """Convert a Hugging Face folder of safetensors. Each source byte is read once, each output byte written once.
+
+    Args:
+        source: BF16, FP16, FP32 or block-FP8 (DeepSeek style) checkpoint; never modified.
+        destination: a new or empty folder, or one of an interrupted run of the same conversion.
+        recipe: see :func:`swapq.convert`.
+        layout: one of :func:`swapq.checkpoint.layouts.names`.
+        workers: threads; the bytes written do not depend on it.
+        overwrite: replace what an earlier conversion wrote to the destination.
+        resume: go on where an interrupted run of the same conversion stopped.
+        max_shard_size: bytes, or a string such as ``"5GB"``.
+        progress: show a bar with rate and time left on stderr.
+
+    Raises:
+        RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`; before anything is written.
+        CheckpointError: a damaged or changing source, overlapping folders, too little space, a destination of something else.
+        FormatError: a weight that is not finite, by name.
+        UnsupportedError: an unknown layout, or a family that no engine reads per expert.
+    """
+    src, dst = Path(source), Path(destination)
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise UnsupportedError(f"workers is {workers!r}; give a number from 1")
+    job = Job.of(plan(src, recipe), read_folder(src), layouts.get(layout), _bytes(max_shard_size))
+    check_folders(src, dst)
+    if not overwrite and is_complete(job, dst):
+        record = read_json(dst / RECORD_NAME)
+        return Conversion(job.plan, record["shards"], True, 0, (), 0)
+    state = resumable(job, dst, overwrite=overwrite, resume=resume)
+    check_space(job, dst, state.finished(dst) if state else set())
+    config = _config(job)
+
+    made = not dst.exists()
+    dst.mkdir(parents=True, exist_ok=True)
+    scratch = dst / SCRATCH_NAME
+    scratch.mkdir(exist_ok=True)
+    with _alone(scratch):
+        if state is None:
+            _clear(dst, scratch) if not made else None
+            state = Progress.start(scratch, job.fingerprint)
+        done = state.finished(dst)
+        _stream(job, dst, scratch, state, done, workers, show=progress)
+        left_out = _copy_others(src, dst)
+        _finish(job, dst, state, config)
+    shutil.rmtree(scratch)
+    return Conversion(job.plan, dict(state.shards), False, len(done), left_out, job.memory_bound(workers))
+
+
+def _bytes(size: "int | str") -> int:
+    try:
+        found = size if isinstance(size, int) else parse_size_to_int(size)
+    except ValueError as error:
+        raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from error
+    if found < 1:
+        raise UnsupportedError(f"max_shard_size is {size!r}; give at least one byte")
+    return found
+
+
+def _config(job: Job) -> dict[str, Any]:
+    """The source's config with our ``quantization_config`` in place of any other."""
+    config = read_json(job.source.path / "config.json")
+    for part in (config, *(v for v in config.values() if isinstance(v, dict))):
+        part.pop("quantization_config", None)
+        part.pop("compression_config", None)
+    return config | {"quantization_config": job.layout.quantization_config(job.plan)}
+
+
+@contextmanager
+def _alone(scratch: Path) -> Iterator[None]:
+    """Hold the destination against a second run at the same time."""
+    with open(scratch / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"{scratch.parent}: another conversion is writing here; wait for it or choose another folder"
+            ) from None
+        yield
+
+
+def _clear(dst: Path, scratch: Path) -> None:
+    """Remove what an earlier conversion wrote, the config first: from here on the folder is no checkpoint."""
+    for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json"):
+        (dst / name).unlink(missing_ok=True)
+    for path in dst.glob("*.safetensors"):
+        path.unlink()
+    for path in scratch.glob("*.partial"):
+        path.unlink()
+
+
+def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str], workers: int, *, show: bool) -> None:
+    skipped = sum(u.source_bytes for s in job.shards if s.file in done for u in s.units)
+
+    def on_shard(shard: Shard, sha256: str, underflowed: int) -> None:
+        state.shards[shard.file] = {"bytes": shard.nbytes, "sha256": sha256, "underflowed_blocks": underflowed}
+        state.save()
+
+    with _bar(job.source_bytes, skipped, show=show) as on_bytes:
+        stream(job, dst, scratch, done, workers=workers, on_bytes=on_bytes, on_shard=on_shard)
+
+
+@contextmanager
+def _bar(total: int, start: int, *, show: bool) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
+        task = bar.add_task("convert", total=total, completed=start)
+        yield lambda count: bar.advance(task, count)
+
+
+def _copy_others(src: Path, dst: Path) -> tuple[str, ...]:
+    """Tokenizer, chat template, code and whatever else lies beside the weights, byte for byte. Names of what was left out."""
+    left_out = []
+    for path in sorted(src.rglob("*")):
+        relative = path.relative_to(src)
+        if any(part.startswith(".") for part in relative.parts) or not path.is_file() or str(relative) in _NEVER:
+            continue
+        if path.name.endswith(_WEIGHTS):
+            if not (len(relative.parts) == 1 and path.suffix == ".safetensors"):
+                left_out.append(str(relative))
+            continue
+        target = dst / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        shutil.copyfile(path, temporary)
+        publish(temporary, target)
+    return tuple(left_out)
+
+
+def _finish(job: Job, dst: Path, state: Progress, config: dict[str, Any]) -> None:
+    if len(job.shards) > 1:
+        size = sum(len(s.header) for s in job.shards)
+        write_json(
+            dst / INDEX_NAME, {"metadata": {"total_size": job.output_bytes - size}, "weight_map": job.weight_map}
+        )
+    for name, content in job.layout.extra_files(job.plan).items():
+        write_json(dst / name, content)
+    write_json(dst / "config.json", config)
+    _fsync(dst)
+    write_json(dst / RECORD_NAME, completion(job, state.shards))
+    _fsync(dst)
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

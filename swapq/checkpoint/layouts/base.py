@@ -1,0 +1,68 @@
+"""What a layout decides: how the parts of one quantized weight are named and stored, and what the configs say. Never which or how."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Parts
+from swapq.plan import Plan
+
+__all__ = ["Layout", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor as a file holds it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Layout(ABC):
+    """Names and storage of quantized weights in one kind of checkpoint."""
+
+    name: ClassVar[str]
+    #: formats that the layout can hold
+    formats: ClassVar[frozenset[str]]
+
+    @abstractmethod
+    def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
+        """Every tensor that the ``[N, K]`` weight called ``weight`` (``....weight``) becomes, the codes first."""
+
+    @abstractmethod
+    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
+        """The tensors of :meth:`stored` by name, from codes and scales."""
+
+    @abstractmethod
+    def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
+        """Codes and scales from the tensors of :meth:`stored`."""
+
+    @abstractmethod
+    def quantization_config(self, plan: Plan) -> dict[str, Any]:
+        """``config.json: quantization_config``."""
+
+    def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        """Further JSON files, by name, that readers of this layout want."""
+        return {}
+
+
+def stem(weight: str) -> str:
+    """``weight`` without its last dotted part."""
+    return weight.rpartition(".")[0]
+
+
+def part_shapes(fmt: str, matrix: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parts of one weight in its format's default scope."""
+    form = formats.get(fmt)
+    return form.part_shapes(matrix, scope=form.default_scope)

@@ -1,0 +1,51 @@
+"""Layout ``swapq``: ModelOpt's tensor names, E8M0 as uint8, the recipe and the exact list of quantized weights in the config."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from swapq import formats
+from swapq.checkpoint.layouts.base import Layout, Stored, part_shapes, stem
+from swapq.formats import Parts
+from swapq.plan import Plan
+
+__all__ = ["SwapqLayout", "describe"]
+
+
+class SwapqLayout(Layout):
+    """``....weight`` (codes), ``....weight_scale`` (block scales), ``....weight_scale_2`` (NVFP4's FP32 scale, a scalar)."""
+
+    name = "swapq"
+    formats: ClassVar[frozenset[str]] = frozenset({"mxfp8", "nvfp4"})
+
+    def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
+        form, shapes = formats.get(fmt), part_shapes(fmt, matrix)
+        return [Stored(_name(weight, fmt, part), form.dtypes[part], shapes[part]) for part in form.suffixes]
+
+    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
+        return {_name(weight, fmt, part): t for part, t in parts._asdict().items() if t is not None}
+
+    def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
+        return Parts(*(tensors[_name(weight, fmt, part)] for part in formats.get(fmt).suffixes))
+
+    def quantization_config(self, plan: Plan) -> dict[str, Any]:
+        listed: dict[str, list[str]] = {}
+        for name, fmt in plan.quantized.items():
+            listed.setdefault(fmt, []).append(name)
+        return describe(plan, listed)
+
+
+def describe(plan: Plan, quantized: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The ``quantization_config`` of this layout."""
+    return {
+        "quant_method": "swapq",
+        "version": 1,
+        "layout": "swapq",
+        "recipe": plan.recipe.to_dict(),
+        "quantized": dict(quantized),
+    }
+
+
+def _name(weight: str, fmt: str, part: str) -> str:
+    return f"{stem(weight)}.{formats.get(fmt).suffixes[part]}"

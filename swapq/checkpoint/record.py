@@ -1,0 +1,97 @@
+"""What a destination says of its conversion: progress while it runs, and ``swapq.json`` when it is complete."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swapq._version import __version__
+from swapq.checkpoint.job import CONVERSION_VERSION, Job
+from swapq.checkpoint.writer import write_json
+from swapq.errors import CheckpointError
+from swapq.headers import read_json
+
+__all__ = ["RECORD_NAME", "SCRATCH_NAME", "Progress", "completion", "read_record"]
+
+#: written last, in the destination
+RECORD_NAME = "swapq.json"
+#: folder inside the destination for what is not whole; removed at the end
+SCRATCH_NAME = ".swapq"
+_PROGRESS_NAME = "progress.json"
+
+
+@dataclass
+class Progress:
+    """Shards that an unfinished conversion has published, with what the record will say of each."""
+
+    path: Path
+    fingerprint: str
+    shards: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, scratch: Path, fingerprint: str) -> "Progress | None":
+        """The progress of an earlier run of the same conversion; None if there is none.
+
+        Raises:
+            CheckpointError: the folder holds another conversion, unfinished.
+        """
+        path = scratch / _PROGRESS_NAME
+        if not path.exists():
+            return None
+        content = read_json(path)
+        if content.get("fingerprint") != fingerprint:
+            raise CheckpointError(
+                f"{scratch.parent}: holds an unfinished conversion of another source, recipe, layout or shard size; finish it with "
+                "its own command, choose another destination, or pass --overwrite"
+            )
+        shards = content.get("shards")
+        return cls(path, fingerprint, shards if isinstance(shards, dict) else {})
+
+    @classmethod
+    def start(cls, scratch: Path, fingerprint: str) -> "Progress":
+        scratch.mkdir(parents=True, exist_ok=True)
+        fresh = cls(scratch / _PROGRESS_NAME, fingerprint)
+        fresh.save()
+        return fresh
+
+    def save(self) -> None:
+        """Write the progress, whole or not at all."""
+        write_json(self.path, {"fingerprint": self.fingerprint, "shards": self.shards})
+
+    def finished(self, folder: Path) -> set[str]:
+        """Shards that are there with the size that was recorded."""
+        return {
+            name
+            for name, said in self.shards.items()
+            if (folder / name).is_file() and (folder / name).stat().st_size == said.get("bytes")
+        }
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The completion record, or None if the folder has none.
+
+    Raises:
+        CheckpointError: a file of that name that is no record.
+    """
+    path = folder / RECORD_NAME
+    if not path.exists():
+        return None
+    record = read_json(path)
+    if not isinstance(record.get("fingerprint"), str) or not isinstance(record.get("shards"), dict):
+        raise CheckpointError(f"{path}: is no completion record of swapq; remove it or choose another destination")
+    return record
+
+
+def completion(job: Job, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The completion record of a job whose shards are all published."""
+    return {
+        "swapq": __version__,
+        "conversion": CONVERSION_VERSION,
+        "fingerprint": job.fingerprint,
+        "recipe": job.plan.recipe.to_dict(),
+        "layout": job.layout.name,
+        "max_shard_size": job.max_shard_size,
+        "source": {"headers_sha256": job.source_hashes, "bytes": job.source.nbytes},
+        "shards": {name: dict(shards[name]) for name in sorted(shards)},
+        "underflowed_blocks": sum(int(said.get("underflowed_blocks", 0)) for said in shards.values()),
+    }

@@ -1,0 +1,243 @@
+"""The workers of a conversion: read a unit, make its tensors, write them at their places. One unit in memory per worker."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swapq.checkpoint.job import Job, Shard, as_bytes
+from swapq.checkpoint.layouts import Layout
+from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Quantize, Slab, Unit
+from swapq.errors import CheckpointError
+from swapq.headers import TensorHeader
+from swapq.kernels import cpu
+from swapq.qtensor import require_finite
+
+__all__ = ["stream"]
+
+_HASH_BUFFER = 1 << 20
+_BLOCK = 128  # tile of a block-FP8 source
+
+
+class _Files:
+    """Source files, opened once and read by position from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.opened, self.lock = folder, dict[str, int](), threading.Lock()
+
+    def descriptor(self, file: str) -> int:
+        with self.lock:
+            if file not in self.opened:
+                self.opened[file] = os.open(self.folder / file, os.O_RDONLY)
+            return self.opened[file]
+
+    def read_into(self, file: str, start: int, buffer: memoryview, what: str) -> None:
+        descriptor, done = self.descriptor(file), 0
+        while done < len(buffer):
+            got = os.preadv(descriptor, [buffer[done:]], start + done)
+            if got == 0:
+                raise CheckpointError(
+                    f"{what}: {file} ends before its header says; it changed or was cut, download it again"
+                )
+            done += got
+
+    def tensor(self, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
+        raw = torch.empty(shape, dtype=dtype)
+        self.read_into(file, start, as_bytes(raw), what)
+        return raw
+
+    def close(self) -> None:
+        for descriptor in self.opened.values():
+            os.close(descriptor)
+
+
+class _Output:
+    """One shard under its temporary name, written by position, published when its last unit is done."""
+
+    def __init__(self, shard: Shard, temporary: Path) -> None:
+        self.shard, self.temporary = shard, temporary
+        self.left, self.lock = len(shard.units), threading.Lock()
+        self.descriptor = -1
+
+    def open(self) -> None:
+        with self.lock:
+            if self.descriptor < 0:
+                self.descriptor = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+                self.write(0, memoryview(self.shard.header))
+
+    def write(self, position: int, data: memoryview) -> None:
+        while data:
+            done = os.pwrite(self.descriptor, data, position)
+            data, position = data[done:], position + done
+
+    def finished_unit(self) -> bool:
+        """Whether this was the last one."""
+        with self.lock:
+            self.left -= 1
+            return self.left == 0
+
+    def publish(self, target: Path) -> str:
+        """Make the file durable, hash it, give it its name; the SHA-256."""
+        os.ftruncate(self.descriptor, self.shard.nbytes)
+        os.fsync(self.descriptor)
+        digest, position = hashlib.sha256(), 0
+        while chunk := os.pread(self.descriptor, _HASH_BUFFER, position):
+            digest.update(chunk)
+            position += len(chunk)
+        self.close()
+        os.replace(self.temporary, target)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def stream(
+    job: Job,
+    folder: Path,
+    scratch: Path,
+    skip: set[str],
+    *,
+    workers: int,
+    on_bytes: Callable[[int], None],
+    on_shard: Callable[[Shard, str, int], None],
+) -> None:
+    """Write every shard of ``job`` that is not in ``skip`` to ``folder``.
+
+    Args:
+        scratch: folder on the same file system, for files that are not whole.
+        workers: threads. The bytes written do not depend on it.
+        on_bytes: told how many source bytes a finished unit had; called from the workers.
+        on_shard: told each published shard, its SHA-256 and its count of underflowed blocks; one call at a time.
+
+    Raises:
+        FormatError: a weight that is not finite, by name.
+        CheckpointError: a source that ends early, or a disk that is full.
+    """
+    files = _Files(job.source.path)
+    outputs = {s.file: _Output(s, scratch / f"{s.file}.partial") for s in job.shards if s.file not in skip}
+    underflowed: dict[str, int] = dict.fromkeys(outputs, 0)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work(output: _Output, unit: Unit) -> None:
+        if stop.is_set():
+            return
+        output.open()
+        vanished = _carry_out(unit, job.layout, files, output)
+        on_bytes(unit.source_bytes)
+        with lock:
+            underflowed[output.shard.file] += vanished
+        if output.finished_unit():
+            sha256 = output.publish(folder / output.shard.file)
+            with lock:
+                on_shard(output.shard, sha256, underflowed[output.shard.file])
+
+    try:
+        _run([(o, u) for o in outputs.values() for u in o.shard.units], work, workers, stop)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: {error.strerror or error}; free space or repair it, and run the same command again"
+        ) from error
+    finally:
+        files.close()
+        for output in outputs.values():
+            output.close()
+
+
+def _run(
+    tasks: "list[tuple[_Output, Unit]]", work: "Callable[[_Output, Unit], None]", workers: int, stop: threading.Event
+) -> None:
+    """Hand the tasks out in order, few at a time; the first error stops the rest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the workers are the parallelism
+    try:
+        with ThreadPoolExecutor(workers, thread_name_prefix="swapq-convert") as pool:
+            pending: set[Future[None]] = set()
+            for output, unit in tasks:
+                if len(pending) >= 2 * workers:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    _raise_first(done, stop)
+                pending.add(pool.submit(work, output, unit))
+            done, _ = wait(pending, return_when=FIRST_EXCEPTION)
+            _raise_first(done, stop)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _raise_first(done: "set[Future[None]]", stop: threading.Event) -> None:
+    for future in done:
+        error = future.exception()
+        if error is not None:
+            stop.set()
+            raise error
+
+
+def _carry_out(unit: Unit, layout: Layout, files: _Files, output: _Output) -> int:
+    """Make and write one unit; how many non-zero blocks vanished."""
+    if isinstance(unit, Copy):
+        _copy(unit.source, files, output)
+        return 0
+    if isinstance(unit, Expand):
+        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(_bf16(unit.slab, files)))
+        return 0
+    return _quantize(unit, layout, files, output)
+
+
+def _copy(source: TensorHeader, files: _Files, output: _Output) -> None:
+    buffer = memoryview(bytearray(min(COPY_BUFFER, source.nbytes)))
+    position, into = source.start, output.shard.offsets[source.name]
+    while position < source.end:
+        piece = buffer[: source.end - position]
+        files.read_into(source.file, position, piece, source.name)
+        output.write(into, piece)
+        position, into = position + len(piece), into + len(piece)
+
+
+def _bf16(slab: Slab, files: _Files) -> Tensor:
+    """A slab's matrix in BF16 ``[N, K]``, block-FP8 dequantized exactly first (contract section 7)."""
+    x = files.tensor(slab.file, slab.start, slab.dtype, slab.shape, slab.name)
+    if slab.scale is not None:
+        scale = files.tensor(
+            slab.scale.file, slab.scale.start, slab.scale.dtype, slab.scale.shape, slab.scale.name
+        ).float()
+        wide = scale.repeat_interleave(_BLOCK, 0)[: x.shape[0]].repeat_interleave(_BLOCK, 1)[:, : x.shape[1]]
+        if wide.shape != x.shape:
+            raise CheckpointError(
+                f"{slab.scale.name}: shape {list(scale.shape)} does not cover {slab.name} {list(x.shape)} in blocks of {_BLOCK}"
+            )
+        x = x.float() * wide
+    x = x.to(torch.bfloat16)
+    return x.t().contiguous() if slab.transposed else x
+
+
+def _quantize(unit: Quantize, layout: Layout, files: _Files, output: _Output) -> int:
+    matrices = [_bf16(slab, files) for slab in unit.slabs]
+    amaxes = [cpu.bf16_amax(m) for m in matrices]
+    for slab, matrix, amax in zip(unit.slabs, matrices, amaxes, strict=True):
+        if not torch.isfinite(amax):
+            require_finite(matrix, slab.name)
+    shared = torch.stack(amaxes).amax()
+    vanished = 0
+    for target in unit.targets:
+        rows = matrices[target.slab][target.first : target.first + target.rows]
+        parts = cpu.quantize_matrix(rows, target.fmt, shared if target.fmt == "nvfp4" else None)
+        vanished += _vanished(rows, parts.scales) if target.fmt == "nvfp4" else 0
+        for name, tensor in layout.encode(target.weight, target.fmt, parts).items():
+            output.write(output.shard.offsets[name], as_bytes(tensor))
+    return vanished
+
+
+def _vanished(rows: Tensor, scales: Tensor) -> int:
+    """Non-zero blocks whose scale underflowed to zero (contract section 2)."""
+    zero = scales.view(torch.uint8) == 0
+    if not bool(zero.any()):
+        return 0
+    return int(rows.unflatten(-1, (-1, rows.shape[-1] // scales.shape[-1]))[zero].ne(0).any(-1).sum())

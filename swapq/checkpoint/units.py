@@ -1,0 +1,218 @@
+"""Units of a checkpoint conversion: source tensors that must be seen together, and the tensors they become. Made from headers alone.
+
+An expert's gate and up are one unit, since they share a scale; every other tensor is a unit of its own, and each expert of a fused
+3-D tensor is one. So the largest unit bounds what a worker holds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swapq.anatomy import Anatomy, ExpertsLayout, TensorInfo
+from swapq.checkpoint.layouts import Layout, Stored
+from swapq.errors import CheckpointError, UnsupportedError
+from swapq.headers import Folder, TensorHeader
+from swapq.plan import Plan, PlanEntry
+
+__all__ = ["Copy", "Expand", "Quantize", "Slab", "Target", "Unit", "units_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A contiguous matrix inside a source file. ``scale`` is set for block-FP8; ``transposed`` slabs are stored ``[in, out]``."""
+
+    name: str
+    file: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    transposed: bool = False
+    scale: TensorHeader | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One quantized weight: rows of a slab."""
+
+    weight: str
+    fmt: str
+    slab: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Weights that share one amax (NVFP4), or one weight."""
+
+    slabs: tuple[Slab, ...]
+    targets: tuple[Target, ...]
+    outputs: tuple[Stored, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(s.nbytes + (s.scale.nbytes if s.scale else 0) for s in self.slabs)
+
+    @property
+    def held_bytes(self) -> int:
+        """What a worker holds at most while it works on this unit: the source, its BF16 form, codes and scales."""
+        bf16 = sum(2 * s.shape[0] * s.shape[1] * (2 if s.dtype != torch.bfloat16 else 1) for s in self.slabs)
+        fp8 = sum(8 * s.shape[0] * s.shape[1] for s in self.slabs if s.scale)
+        return self.source_bytes + bf16 + fp8 + sum(o.nbytes for o in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """A block-FP8 weight that stays unquantized: it comes out as BF16."""
+
+    slab: Slab
+    outputs: tuple[Stored, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return self.slab.nbytes + (self.slab.scale.nbytes if self.slab.scale else 0)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.source_bytes + 10 * self.slab.shape[0] * self.slab.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor whose bytes go through as they are."""
+
+    source: TensorHeader
+    outputs: tuple[Stored, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return min(self.source.nbytes, COPY_BUFFER)
+
+
+COPY_BUFFER = 4 << 20
+
+Unit = Quantize | Expand | Copy
+
+
+def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
+    """Every unit, in the order of the source.
+
+    Raises:
+        UnsupportedError: a format that the layout cannot hold, or a family that no engine reads per expert.
+        CheckpointError: a block-FP8 weight without its scale.
+    """
+    for fmt in set(plan.quantized.values()):
+        if fmt not in layout.formats:
+            raise UnsupportedError(
+                f"layout {layout.name!r} cannot hold {fmt}; it holds {', '.join(sorted(layout.formats))}"
+            )
+    made: list[Unit] = []
+    paired: set[str] = set()
+    by_weight = _sources(plan)
+    for entry, info in zip(plan.entries, plan.anatomy.tensors, strict=True):
+        if entry.format == "dropped":
+            continue
+        if not entry.quantized:
+            made.append(_kept(folder.tensors[entry.name], folder))
+        elif entry.name not in paired:
+            made.extend(_quantized(entry, info, plan.anatomy, folder, layout, by_weight, paired))
+    return made
+
+
+def _sources(plan: Plan) -> dict[str, str]:
+    """Quantized weight -> source tensor that holds it."""
+    return {weight: entry.name for entry in plan for weight in entry.tensors}
+
+
+def _kept(header: TensorHeader, folder: Folder) -> Unit:
+    if header.dtype != torch.float8_e4m3fn:
+        return Copy(header, (Stored(header.name, header.dtype, header.shape),))
+    slab = _slab(header, 0, _matrix(header), folder)
+    return Expand(slab, (Stored(header.name, torch.bfloat16, header.shape),))
+
+
+def _matrix(header: TensorHeader) -> tuple[int, int]:
+    if len(header.shape) != 2:
+        raise CheckpointError(f"{header.name}: shape {list(header.shape)} is not a matrix; this source is not known")
+    return header.shape[0], header.shape[1]
+
+
+def _slab(
+    header: TensorHeader, start: int, shape: tuple[int, int], folder: Folder, *, transposed: bool = False
+) -> Slab:
+    scale = None
+    if header.dtype == torch.float8_e4m3fn:
+        scale = folder.tensors.get(f"{header.name}_scale_inv")
+        if scale is None:
+            raise CheckpointError(f"{header.name}: FP8 without {header.name}_scale_inv; the checkpoint is incomplete")
+    return Slab(header.name, header.file, header.start + start, header.dtype, shape, transposed, scale)
+
+
+def _quantized(
+    entry: PlanEntry,
+    info: TensorInfo,
+    anatomy: Anatomy,
+    folder: Folder,
+    layout: Layout,
+    by_weight: Mapping[str, str],
+    paired: set[str],
+) -> Iterator[Unit]:
+    header, experts = folder.tensors[entry.name], anatomy.layout_of(info)
+    if info.expert is None or experts is None:
+        yield _alone(header, entry, folder, layout)
+        return
+    if experts.interleaved:
+        raise UnsupportedError(
+            f"{entry.name}: no engine reads per-expert tensors of a family with interleaved gate and up ({anatomy.family}); "
+            "convert it live with swapq.convert to train it"
+        )
+    if info.expert.fused:
+        yield from _stacked(entry, header, experts, folder, layout)
+        return
+    expert = info.expert.expert or 0
+    if info.expert.projection == "down" or not experts.gated:
+        yield _alone(header, entry, folder, layout)
+        return
+    pair = [by_weight[experts.hub_weight(expert, side)] for side in ("gate", "up")]
+    paired.update(pair)
+    slabs = [_slab(h, 0, _matrix(h), folder) for h in (folder.tensors[name] for name in pair)]
+    weights = [(experts.hub_weight(expert, "gate"), 0, 0), (experts.hub_weight(expert, "up"), 1, 0)]
+    yield _unit(slabs, weights, entry.format, layout)
+
+
+def _alone(header: TensorHeader, entry: PlanEntry, folder: Folder, layout: Layout) -> Unit:
+    return _unit([_slab(header, 0, _matrix(header), folder)], [(entry.tensors[0], 0, 0)], entry.format, layout)
+
+
+def _stacked(
+    entry: PlanEntry, header: TensorHeader, experts: ExpertsLayout, folder: Folder, layout: Layout
+) -> Iterator[Unit]:
+    """One unit per expert of a 3-D tensor."""
+    _, rows, columns = header.shape
+    each = rows * columns * header.dtype.itemsize
+    sides = len(entry.tensors) // experts.num_experts
+    for expert in range(experts.num_experts):
+        slab = _slab(header, expert * each, (rows, columns), folder, transposed=experts.transposed)
+        weights = entry.tensors[expert * sides : (expert + 1) * sides]
+        yield _unit([slab], [(w, 0, i * experts.intermediate) for i, w in enumerate(weights)], entry.format, layout)
+
+
+def _unit(slabs: list[Slab], weights: list[tuple[str, int, int]], fmt: str, layout: Layout) -> Quantize:
+    targets, outputs = [], []
+    for weight, index, first in weights:
+        slab = slabs[index]
+        n, k = slab.shape[::-1] if slab.transposed else slab.shape
+        sharing = sum(1 for _, other, _ in weights if other == index)
+        rows = n // sharing
+        targets.append(Target(weight, fmt, index, first, rows))
+        outputs += layout.stored(weight, fmt, (rows, k))
+    return Quantize(tuple(slabs), tuple(targets), tuple(outputs))
