@@ -90,6 +90,41 @@ def plan(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A checkpoint folder; never modified.", show_default=False)
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
+    recipe: RecipeOption,
+    layout: Annotated[str, typer.Option("--layout", help="How quantized weights are named and stored.")] = "swapq",
+    workers: Annotated[int, typer.Option("--workers", help="Threads. The bytes written do not depend on it.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size of one output file.")] = "5GB",
+) -> None:
+    """Convert a checkpoint, streaming. Run the same command again to finish an interrupted conversion."""
+    from swapq.checkpoint.conversion import convert_checkpoint
+
+    done = convert_checkpoint(
+        source, destination, recipe, layout=layout, workers=workers, overwrite=overwrite, max_shard_size=max_shard_size
+    )
+    if done.already_done:
+        stdout.print(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
+        return
+    before, after = sum(e.bytes_before for e in done.plan), done.output_bytes
+    stdout.print(
+        f"{len(done.plan.quantized)} weights quantized, {before / 1e9:.2f} GB -> {after / 1e9:.2f} GB in {destination}"
+    )
+    if done.resumed:
+        stdout.print(f"{done.resumed} shards were finished by an earlier run")
+    if done.underflowed_blocks:
+        stdout.print(
+            f"{done.underflowed_blocks} non-zero blocks underflow to zeros (their scale is below E4M3's range)"
+        )
+    for name in done.left_out:
+        stderr.print(f"note: {name} was not copied: weights in a form that is never read")
+
+
+@app.command()
 def recipes(as_json: Json = False) -> None:
     """List the named recipes."""
     from swapq.recipe import Recipe, names, planned

@@ -36,7 +36,7 @@ RECIPE_FIELDS = [
     "last_layers_bf16",
     "expert_tp",
 ]
-COMMANDS = {"plan", "recipes", "doctor"}
+COMMANDS = {"convert", "doctor", "plan", "recipes"}
 ROOT = Path(swapq.__file__).parent
 
 

@@ -129,10 +129,13 @@ def convert_checkpoint(
     check_space(job, dst, state.finished(dst) if state else set())
     config = _config(job)
 
-    made = not dst.exists()
-    dst.mkdir(parents=True, exist_ok=True)
-    scratch = dst / SCRATCH_NAME
-    scratch.mkdir(exist_ok=True)
+    made, scratch = not dst.exists(), dst / SCRATCH_NAME
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{destination}: cannot be made ({error.strerror or error}); choose another folder"
+        ) from None
     with _alone(scratch):
         if state is None:
             _clear(dst, scratch) if not made else None
