@@ -1,12 +1,16 @@
 """Layouts: how quantized checkpoints name and store what formats define. ``get("swapq")`` is the way in."""
 
 from swapq.checkpoint.layouts.base import Layout, Stored
+from swapq.checkpoint.layouts.compressed_tensors import CompressedTensorsLayout
+from swapq.checkpoint.layouts.modelopt import ModelOptLayout
 from swapq.checkpoint.layouts.swapq import SwapqLayout
 from swapq.errors import UnsupportedError
 
 __all__ = ["Layout", "Stored", "get", "names"]
 
-_LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (SwapqLayout(),)}
+_LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (SwapqLayout(), ModelOptLayout(), CompressedTensorsLayout())
+}
 
 
 def get(name: str) -> Layout:

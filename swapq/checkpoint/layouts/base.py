@@ -62,6 +62,29 @@ def stem(weight: str) -> str:
     return weight.rpartition(".")[0]
 
 
+def kept_modules(plan: Plan) -> list[str]:
+    """Names of every module whose weight stays unquantized and that a reader could take for a quantized linear: exact, no patterns.
+
+    Routers, heads and embeddings included. Experts that stay are named as a module and one by one, since readers ask either way.
+    """
+    quantized = {stem(name) for name in plan.quantized}
+    names: dict[str, None] = {}
+    for entry, info in zip(plan.entries, plan.anatomy.tensors, strict=True):
+        if entry.quantized or entry.format == "dropped" or len(entry.shape) < 2:
+            continue
+        layout = plan.anatomy.layout_of(info)
+        if info.expert is not None and layout is not None:
+            names[layout.hub_prefix] = None
+            held = plan.anatomy.hub_weights(info)
+        else:
+            held = (plan.anatomy.hub_name(entry.name),)
+        for name in held:
+            module = name.removesuffix(".weight")
+            if module not in quantized:
+                names[module] = None
+    return list(names)
+
+
 def part_shapes(fmt: str, matrix: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parts of one weight in its format's default scope."""
     form = formats.get(fmt)

@@ -1,0 +1,95 @@
+"""Layout ``modelopt``: what stock vLLM, TensorRT-LLM and SGLang load as NVIDIA ModelOpt checkpoints (NVFP4, MXFP8, or both).
+
+Tensors are those of layout ``swapq``, with an ``input_scale`` of 1.0 beside NVFP4 weights: the recipe's scale of activations is one
+per token, computed online, and engines that want a static one get the neutral value. ``config.json`` and ``hf_quant_config.json`` agree.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from swapq._version import __version__
+from swapq.checkpoint.layouts.base import Layout, Stored, kept_modules, stem
+from swapq.checkpoint.layouts.swapq import SwapqLayout
+from swapq.formats import Parts
+from swapq.plan import Plan
+
+__all__ = ["ModelOptLayout"]
+
+_ALGORITHMS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
+_GROUP = {"nvfp4": 16, "mxfp8": 32}
+_PRODUCER = {"name": "swapq", "version": __version__}
+
+
+class ModelOptLayout(Layout):
+    """``weight``, ``weight_scale``, ``weight_scale_2`` (NVFP4: amax / 2688, a multiplier), ``input_scale`` (NVFP4: 1.0)."""
+
+    name = "modelopt"
+    formats: ClassVar[frozenset[str]] = frozenset({"mxfp8", "nvfp4"})
+    _shared = SwapqLayout()
+
+    def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
+        same = self._shared.stored(weight, fmt, matrix)
+        return [*same, Stored(_input_scale(weight), torch.float32, ())] if fmt == "nvfp4" else same
+
+    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
+        same = self._shared.encode(weight, fmt, parts)
+        return same | {_input_scale(weight): torch.ones(())} if fmt == "nvfp4" else same
+
+    def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
+        return self._shared.decode(weight, fmt, tensors)
+
+    def quantization_config(self, plan: Plan) -> dict[str, Any]:
+        return (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": _algorithm(plan),
+                "kv_cache_scheme": None,
+                "ignore": kept_modules(plan),
+                "producer": _PRODUCER,
+            }
+            | _group_size(plan)
+            | _layers(plan)
+        )
+
+    def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
+        quantization: dict[str, Any] = {
+            "quant_algo": _algorithm(plan),
+            "kv_cache_quant_algo": None,
+            "exclude_modules": kept_modules(plan),
+        }
+        return {
+            "hf_quant_config.json": {
+                "producer": _PRODUCER,
+                "quantization": quantization | _group_size(plan) | _layers(plan),
+            }
+        }
+
+
+def _input_scale(weight: str) -> str:
+    return f"{stem(weight)}.input_scale"
+
+
+def _formats(plan: Plan) -> list[str]:
+    return sorted(set(plan.quantized.values()))
+
+
+def _algorithm(plan: Plan) -> str | None:
+    found = _formats(plan)
+    return "MIXED_PRECISION" if len(found) > 1 else _ALGORITHMS[found[0]] if found else None
+
+
+def _group_size(plan: Plan) -> dict[str, int]:
+    found = _formats(plan)
+    return {"group_size": _GROUP[found[0]]} if len(found) == 1 else {}
+
+
+def _layers(plan: Plan) -> dict[str, Any]:
+    if len(_formats(plan)) < 2:
+        return {}
+    layers = {
+        stem(name): {"quant_algo": _ALGORITHMS[fmt], "group_size": _GROUP[fmt]} for name, fmt in plan.quantized.items()
+    }
+    return {"quantized_layers": layers}
