@@ -74,9 +74,12 @@ class Engine:
         return value
 
     def close(self) -> None:
-        """Stop the process."""
+        """Stop the process. Closing twice is fine."""
+        if self.pipe.closed:
+            return
         if self.process.is_alive():
             self.pipe.send(None)
+        self.pipe.close()
         self.process.join(20)
         if self.process.is_alive():
             self.process.terminate()
