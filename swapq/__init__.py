@@ -8,6 +8,7 @@ import_quietly()
 from swapq._version import __version__
 from swapq.checkpoint.conversion import convert_checkpoint
 from swapq.checkpoint.export import export
+from swapq.checkpoint.verify import verify
 from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
 from swapq.errors import SwapqError
@@ -32,4 +33,5 @@ __all__ = [
     "plan",
     "quantize",
     "recipe_of",
+    "verify",
 ]

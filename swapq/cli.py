@@ -125,6 +125,48 @@ def convert(
 
 
 @app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A quantized folder.", show_default=False)],
+    source: Annotated[
+        Path | None, typer.Option("--source", help="The folder it was made from: compare bit for bit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check that a quantized folder holds what it says. Exit code 1 if it does not."""
+    from swapq.checkpoint.verify import verify as check
+
+    found = check(directory, source=source, progress=not as_json)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print_verification(directory, found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _print_verification(directory: Path, found: Any) -> None:
+    totals = dict(found.totals)
+    by_role = totals.pop("by_role", {})
+    for name, value in totals.items():
+        stdout.print(f"{name.replace('_', ' ')}: {value}")
+    if by_role:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("role", "relative error", "SQNR"):
+            table.add_column(column)
+        for role, row in by_role.items():
+            sqnr = "lossless" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f} dB"
+            table.add_row(role, f"{row['rel_error']:.5f}", sqnr)
+        stdout.print(table)
+    for note in found.notes:
+        stdout.print(f"note: {note}")
+    for problem in found.problems[:50]:
+        stdout.print(f"problem: {problem}", style="red")
+    if len(found.problems) > 50:
+        stdout.print(f"... and {len(found.problems) - 50} more problems", style="red")
+    stdout.print(f"{directory}: {'sound' if found.ok else 'NOT sound'}", style="bold")
+
+
+@app.command()
 def recipes(as_json: Json = False) -> None:
     """List the named recipes."""
     from swapq.recipe import Recipe, names, planned

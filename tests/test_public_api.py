@@ -24,6 +24,7 @@ SIGNATURES = {
     "plan": "(model_or_directory, recipe, *, tp=1, ep=1)",
     "quantize": "(x, fmt, *, scope=None, axis=-1, amax=None, block=None)",
     "recipe_of": "(model)",
+    "verify": "(directory, *, source=None, progress=False)",
 }
 NAMES = {"Plan", "QTensor", "Recipe", "SwapqConfig", "SwapqError", "__version__", *SIGNATURES}
 RECIPE_FIELDS = [
@@ -36,7 +37,7 @@ RECIPE_FIELDS = [
     "last_layers_bf16",
     "expert_tp",
 ]
-COMMANDS = {"convert", "doctor", "plan", "recipes"}
+COMMANDS = {"convert", "doctor", "plan", "recipes", "verify"}
 ROOT = Path(swapq.__file__).parent
 
 

@@ -9,9 +9,11 @@ from rich.progress import track
 from torch import nn
 from transformers import PreTrainedModel
 
+from swapq.checkpoint.record import RECORD_NAME
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
 from swapq.errors import CheckpointError, UnsupportedError
+from swapq.headers import read_json
 
 __all__ = ["LAYOUTS", "export"]
 
@@ -24,7 +26,8 @@ def export(
     """Write the quantized checkpoint of a converted model: config, generation config and safetensors shards.
 
     Quantized weights are written as codes and scales per expert; everything else keeps its dtype. The config comes last, so a
-    folder without it is one that was not finished. Save the tokenizer beside it with its own ``save_pretrained``.
+    folder without it is one that was not finished; an export that fails leaves an earlier one as it was. Save the tokenizer beside
+    it with its own ``save_pretrained``.
 
     Args:
         model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
@@ -35,7 +38,7 @@ def export(
     Raises:
         UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
         FormatError: a master that is not finite, by name.
-        CheckpointError: the directory is a file.
+        CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model.
     """
     if layout not in LAYOUTS:
         raise UnsupportedError(f"layout {layout!r} is not one that swapq writes; choose one of {', '.join(LAYOUTS)}")
@@ -43,10 +46,8 @@ def export(
     if not isinstance(root, PreTrainedModel):
         raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
     described = quantization_config(root)
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; name a directory to export to")
-    (folder / "config.json").unlink(missing_ok=True)
-    with ShardWriter(folder, max_shard_size) as writer:
+    _check_destination(folder)
+    with ShardWriter(folder, max_shard_size, replaces=("config.json", RECORD_NAME)) as writer:
         tensors: Any = checkpoint_tensors(root)
         for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
             writer.add(name, tensor)
@@ -56,8 +57,29 @@ def export(
     config.architectures = [type(root).__name__.removeprefix("FSDP")]
     config.dtype = str(root.dtype).removeprefix("torch.")
     content = config.to_diff_dict()
+    for part in (content, *(v for v in content.values() if isinstance(v, dict))):
+        part.pop("quantization_config", None)
+        part.pop("compression_config", None)
     content["quantization_config"] = described
     write_json(folder / "config.json", content)
+
+
+def _check_destination(folder: Path) -> None:
+    """Refuse to replace what is no export: the source's weights, which may be mapped or the only copy, most of all."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name a directory to export to")
+    if (folder / "hf_quant_config.json").exists():
+        raise CheckpointError(
+            f"{folder}: hf_quant_config.json describes another checkpoint, and readers would believe it; choose another directory"
+        )
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        entry = read_json(folder / "config.json").get("quantization_config")
+        method = entry.get("quant_method") if isinstance(entry, dict) else None
+        if method != "swapq":
+            raise CheckpointError(
+                f"{folder} holds a checkpoint that swapq did not write (quant_method {method!r}), perhaps the model's own source; an "
+                "export never replaces one, choose another directory"
+            )
 
 
 def _small(model: nn.Module) -> bool:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.units import Unit, units_of
 from swapq.headers import DTYPES, Folder
@@ -128,9 +126,3 @@ def _shard(file: str, units: list[Unit]) -> Shard:
 
 def _entry(t: Stored, position: int) -> dict[str, Any]:
     return {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [position, position + t.nbytes]}
-
-
-def as_bytes(t: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    array: Any = t.contiguous().reshape(-1).view(torch.uint8).numpy() if t.numel() else b""
-    return memoryview(array)

@@ -8,52 +8,19 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadP
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from swapq.checkpoint.job import Job, Shard, as_bytes
+from swapq.checkpoint.job import Job, Shard
 from swapq.checkpoint.layouts import Layout
-from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Quantize, Slab, Unit
+from swapq.checkpoint.raw import as_bytes
+from swapq.checkpoint.source import SourceFiles, matrix_of, quantized, vanished_blocks
+from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Quantize, Unit
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
-from swapq.kernels import cpu
-from swapq.qtensor import require_finite
 
 __all__ = ["stream"]
 
 _HASH_BUFFER = 1 << 20
 _BLOCK = 128  # tile of a block-FP8 source
-
-
-class _Files:
-    """Source files, opened once and read by position from any thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.opened, self.lock = folder, dict[str, int](), threading.Lock()
-
-    def descriptor(self, file: str) -> int:
-        with self.lock:
-            if file not in self.opened:
-                self.opened[file] = os.open(self.folder / file, os.O_RDONLY)
-            return self.opened[file]
-
-    def read_into(self, file: str, start: int, buffer: memoryview, what: str) -> None:
-        descriptor, done = self.descriptor(file), 0
-        while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done:]], start + done)
-            if got == 0:
-                raise CheckpointError(
-                    f"{what}: {file} ends before its header says; it changed or was cut, download it again"
-                )
-            done += got
-
-    def tensor(self, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
-        raw = torch.empty(shape, dtype=dtype)
-        self.read_into(file, start, as_bytes(raw), what)
-        return raw
-
-    def close(self) -> None:
-        for descriptor in self.opened.values():
-            os.close(descriptor)
 
 
 class _Output:
@@ -121,7 +88,7 @@ def stream(
         FormatError: a weight that is not finite, by name.
         CheckpointError: a source that ends early, or a disk that is full.
     """
-    files = _Files(job.source.path)
+    files = SourceFiles(job.source.path)
     outputs = {s.file: _Output(s, scratch / f"{s.file}.partial") for s in job.shards if s.file not in skip}
     underflowed: dict[str, int] = dict.fromkeys(outputs, 0)
     lock = threading.Lock()
@@ -180,18 +147,18 @@ def _raise_first(done: "set[Future[None]]", stop: threading.Event) -> None:
             raise error
 
 
-def _carry_out(unit: Unit, layout: Layout, files: _Files, output: _Output) -> int:
+def _carry_out(unit: Unit, layout: Layout, files: SourceFiles, output: _Output) -> int:
     """Make and write one unit; how many non-zero blocks vanished."""
     if isinstance(unit, Copy):
         _copy(unit.source, files, output)
         return 0
     if isinstance(unit, Expand):
-        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(_bf16(unit.slab, files)))
+        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(matrix_of(unit.slab, files)))
         return 0
     return _quantize(unit, layout, files, output)
 
 
-def _copy(source: TensorHeader, files: _Files, output: _Output) -> None:
+def _copy(source: TensorHeader, files: SourceFiles, output: _Output) -> None:
     buffer = memoryview(bytearray(min(COPY_BUFFER, source.nbytes)))
     position, into = source.start, output.shard.offsets[source.name]
     while position < source.end:
@@ -201,43 +168,10 @@ def _copy(source: TensorHeader, files: _Files, output: _Output) -> None:
         position, into = position + len(piece), into + len(piece)
 
 
-def _bf16(slab: Slab, files: _Files) -> Tensor:
-    """A slab's matrix in BF16 ``[N, K]``, block-FP8 dequantized exactly first (contract section 7)."""
-    x = files.tensor(slab.file, slab.start, slab.dtype, slab.shape, slab.name)
-    if slab.scale is not None:
-        scale = files.tensor(
-            slab.scale.file, slab.scale.start, slab.scale.dtype, slab.scale.shape, slab.scale.name
-        ).float()
-        wide = scale.repeat_interleave(_BLOCK, 0)[: x.shape[0]].repeat_interleave(_BLOCK, 1)[:, : x.shape[1]]
-        if wide.shape != x.shape:
-            raise CheckpointError(
-                f"{slab.scale.name}: shape {list(scale.shape)} does not cover {slab.name} {list(x.shape)} in blocks of {_BLOCK}"
-            )
-        x = x.float() * wide
-    x = x.to(torch.bfloat16)
-    return x.t().contiguous() if slab.transposed else x
-
-
-def _quantize(unit: Quantize, layout: Layout, files: _Files, output: _Output) -> int:
-    matrices = [_bf16(slab, files) for slab in unit.slabs]
-    amaxes = [cpu.bf16_amax(m) for m in matrices]
-    for slab, matrix, amax in zip(unit.slabs, matrices, amaxes, strict=True):
-        if not torch.isfinite(amax):
-            require_finite(matrix, slab.name)
-    shared = torch.stack(amaxes).amax()
+def _quantize(unit: Quantize, layout: Layout, files: SourceFiles, output: _Output) -> int:
     vanished = 0
-    for target in unit.targets:
-        rows = matrices[target.slab][target.first : target.first + target.rows]
-        parts = cpu.quantize_matrix(rows, target.fmt, shared if target.fmt == "nvfp4" else None)
-        vanished += _vanished(rows, parts.scales) if target.fmt == "nvfp4" else 0
+    for target, rows, parts in quantized(unit, files):
+        vanished += vanished_blocks(rows, target.fmt, parts)
         for name, tensor in layout.encode(target.weight, target.fmt, parts).items():
             output.write(output.shard.offsets[name], as_bytes(tensor))
     return vanished
-
-
-def _vanished(rows: Tensor, scales: Tensor) -> int:
-    """Non-zero blocks whose scale underflowed to zero (contract section 2)."""
-    zero = scales.view(torch.uint8) == 0
-    if not bool(zero.any()):
-        return 0
-    return int(rows.unflatten(-1, (-1, rows.shape[-1] // scales.shape[-1]))[zero].ne(0).any(-1).sum())

@@ -99,6 +99,7 @@ def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tupl
         UnsupportedError: a family without per-expert tensors, or PEFT adapters.
     """
     root = base_model(model)
+    _refuse_adapters(root)
     units: list[tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]] = []
     for prefix, module in _swapped(root):
         if check:
@@ -115,7 +116,22 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     """State dict for ``save_pretrained`` of a model that holds codes: quantized tensors under checkpoint names, the rest as it is live."""
     root = base_model(model)
     quantized = {name: t.clone() for _, module in _swapped(root) for name, t in module_tensors(module)}
-    return quantized | _plain_state(root)
+    return quantized | {name: whole(t) for name, t in _plain_state(root).items()}
+
+
+def _refuse_adapters(root: nn.Module) -> None:
+    """Refuse PEFT's layers inside the model, which stand under other names and would be written as they are."""
+    for name, module in root.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise UnsupportedError(
+                f"{name} is PEFT's {type(module).__name__}: a checkpoint of the base would leave the adapter out; merge and unload first"
+            )
+
+
+def rest_names(root: nn.Module) -> set[str]:
+    """Checkpoint names of what no swapped module holds; from names and shapes alone."""
+    state = {name: torch.empty_like(t, device="meta") for name, t in _named_rest(root).items()}
+    return set(revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state)
 
 
 def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
@@ -136,14 +152,19 @@ def _plain_state(root: nn.Module) -> dict[str, Tensor]:
         for weight in module.weight_names()
         for name in (weight, *part_names(weight).values())
     }
-    return {name: whole(t) for name, t in root.state_dict().items() if name not in taken}
+    return {name: t for name, t in root.state_dict().items() if name not in taken}
+
+
+def _named_rest(root: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds beside the swapped modules' weights, under live names: without tied copies."""
+    tied = getattr(root, "all_tied_weights_keys", None) or {}
+    ignored = getattr(root, "_keys_to_ignore_on_save", None) or ()
+    return {name: t for name, t in _plain_state(root).items() if name not in tied and name not in ignored}
 
 
 def _rest(root: nn.Module) -> dict[str, Tensor]:
     """What no swapped module holds, under Hub names, without tied copies."""
-    tied = getattr(root, "all_tied_weights_keys", None) or {}
-    ignored = getattr(root, "_keys_to_ignore_on_save", None) or ()
-    state = {name: t for name, t in _plain_state(root).items() if name not in tied and name not in ignored}
+    state = {name: whole(t) for name, t in _named_rest(root).items()}
     return revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state
 
 

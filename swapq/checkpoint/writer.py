@@ -1,6 +1,7 @@
 """Shards written whole or not at all: a temporary beside the target, fsync, the umask's mode, then a rename."""
 
 import json
+import operator
 import os
 import secrets
 from collections.abc import Mapping
@@ -12,9 +13,9 @@ from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 
-__all__ = ["ShardWriter", "publish", "write_json"]
+__all__ = ["ShardWriter", "publish", "shard_bytes", "write_json"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -37,18 +38,35 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     publish(temporary, path)
 
 
+def shard_bytes(size: "int | str") -> int:
+    """Bytes of a ``max_shard_size``: a whole number, or a string such as ``"5GB"``.
+
+    Raises:
+        UnsupportedError: neither, or below 1.
+    """
+    try:
+        found = parse_size_to_int(size) if isinstance(size, str) else operator.index(size)
+    except (ValueError, TypeError):
+        raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from None
+    if found < 1:
+        raise UnsupportedError(f"max_shard_size is {size!r}; give at least one byte")
+    return found
+
+
 class ShardWriter:
     """Collects tensors, writes shards of at most ``max_shard_size`` and, at the end, the index. A context manager.
 
-    Nothing in the folder looks like a checkpoint before the block has ended without an error; temporaries are removed if it has not.
+    An earlier checkpoint in the folder stays whole until the block has ended without an error; then the files in ``replaces``, its
+    config first, are removed before the shards, so that nothing ever describes shards of another. Temporaries never stay.
 
     Raises:
         CheckpointError: a name given twice.
+        UnsupportedError: a shard size that is not one.
     """
 
-    def __init__(self, directory: Path, max_shard_size: "int | str") -> None:
-        self.directory = directory
-        self.limit = max_shard_size if isinstance(max_shard_size, int) else parse_size_to_int(max_shard_size)
+    def __init__(self, directory: Path, max_shard_size: "int | str", *, replaces: tuple[str, ...] = ()) -> None:
+        self.directory, self.replaces = directory, replaces
+        self.limit = shard_bytes(max_shard_size)
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
         self.shards: list[tuple[Path, list[str]]] = []
@@ -96,6 +114,8 @@ class ShardWriter:
     def _finish(self) -> None:
         count = len(self.shards)
         named = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        for name in self.replaces:
+            (self.directory / name).unlink(missing_ok=True)
         for old in self.directory.glob("model*.safetensors*"):
             if old.name not in named:
                 old.unlink()

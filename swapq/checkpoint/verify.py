@@ -1,0 +1,314 @@
+"""``swapq.verify``: does a quantized folder hold what it says, whole and sound, and, beside its source, the very bytes it should.
+
+It raises nothing about the folder: every fault is a line in ``problems``.
+"""
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from swapq import formats
+from swapq.anatomy import Role
+from swapq.checkpoint import layouts
+from swapq.checkpoint.described import Described, describe_folder, folder_path
+from swapq.checkpoint.layouts import Layout, Stored
+from swapq.checkpoint.recompute import compare
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record
+from swapq.checkpoint.source import SourceFiles
+from swapq.errors import SwapqError
+from swapq.headers import Folder, TensorHeader, read_folder
+
+__all__ = ["Verification", "verify"]
+
+_HASH_BUFFER = 1 << 22
+
+
+@dataclass
+class Verification:
+    """What verify found.
+
+    Attributes:
+        problems: one sentence each, naming the tensor or file; empty means that all is well.
+        tensors: checkpoint name of each weight -> role, format and, with a source, rel_error, sqnr_db and underflowed_blocks.
+        totals: bytes, parameters, bits per parameter, counts and, with a source, errors by role.
+        notes: what could not be checked, and why.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "ok": self.ok,
+            "problems": self.problems,
+            "tensors": self.tensors,
+            "totals": self.totals,
+            "notes": self.notes,
+        }
+
+
+def verify(
+    directory: "str | os.PathLike[str]", *, source: "str | os.PathLike[str] | None" = None, progress: bool = False
+) -> Verification:
+    """Check a quantized folder: config against headers, completeness, shard hashes, scales, pairs.
+
+    Args:
+        directory: layout ``swapq``, ``modelopt`` or ``compressed-tensors``.
+        source: the folder it was made from: every tensor is computed again and compared bit for bit, and errors are measured.
+        progress: show bars on stderr.
+    """
+    report = Verification()
+    try:
+        folder = read_folder(folder_path(directory))
+        described = describe_folder(folder)
+    except SwapqError as error:
+        report.problems.append(str(error))
+        return report
+    if (folder.path / SCRATCH_NAME).exists():
+        report.problems.append(
+            f"{SCRATCH_NAME}: an unfinished conversion left it; run the same command again to finish it"
+        )
+    if described.layout == "none":
+        report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
+    layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
+    known = _structure(folder, described, layout, report)
+    _hashes(folder, report, progress)
+    files = SourceFiles(folder.path)
+    try:
+        _values(folder, described, layout, known, files, report, progress)
+        if source is not None:
+            compare(
+                folder, described, layout, Path(source), files, report.tensors, report.problems, report.totals, progress
+            )
+    except SwapqError as error:
+        report.problems.append(str(error))
+    finally:
+        files.close()
+    _totals(folder, described, layout, report)
+    return report
+
+
+def _structure(folder: Folder, described: Described, layout: Layout, report: Verification) -> dict[str, list[Stored]]:
+    """Config against headers, both ways. The tensors of each quantized weight that is there as promised."""
+    known: dict[str, list[Stored]] = {}
+    owned: set[str] = set()
+    for weight, fmt in described.quantized.items():
+        if fmt not in layout.formats:
+            report.problems.append(f"{weight}: listed as {fmt}, which layout {layout.name!r} does not hold")
+            continue
+        stored = _promised(weight, fmt, folder, layout)
+        if stored is None:
+            name = layout.stored(weight, fmt, (16, 32))[0].name
+            report.problems.append(f"{name}: listed as {fmt} and missing")
+            continue
+        owned.update(s.name for s in stored)
+        faults = [fault for s in stored if (fault := _differs(s, folder.tensors.get(s.name)))]
+        report.problems.extend(faults)
+        if not faults:
+            known[weight] = stored
+    for name, header in folder.tensors.items():
+        if name not in owned and _looks_quantized(name, header):
+            report.problems.append(
+                f"{name}: stored as {_dtype(header.dtype)}, which is quantized, and the config does not list it as such"
+            )
+    _complete_experts(described, folder, report)
+    return known
+
+
+def _promised(weight: str, fmt: str, folder: Folder, layout: Layout) -> list[Stored] | None:
+    codes = folder.tensors.get(layout.stored(weight, fmt, (16, 32))[0].name)
+    if codes is None or len(codes.shape) != 2:
+        return None
+    matrix = (codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1))
+    if matrix[1] % formats.get(fmt).block:
+        return None
+    return layout.stored(weight, fmt, matrix)
+
+
+def _differs(promised: Stored, header: TensorHeader | None) -> str | None:
+    if header is None:
+        return f"{promised.name}: missing"
+    e8m0 = (
+        promised.dtype == torch.uint8 and header.dtype == torch.float8_e8m0fnu
+    )  # the same bytes under their newer name
+    if (header.dtype != promised.dtype and not e8m0) or header.shape != promised.shape:
+        return (
+            f"{promised.name}: stored as {_dtype(header.dtype)} {list(header.shape)}, the config promises "
+            f"{_dtype(promised.dtype)} {list(promised.shape)}"
+        )
+    return None
+
+
+def _looks_quantized(name: str, header: TensorHeader) -> bool:
+    low = header.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+    return (low and len(header.shape) >= 2) or name.endswith(
+        (".weight_scale", ".weight_scale_2", ".weight_global_scale")
+    )
+
+
+def _complete_experts(described: Described, folder: Folder, report: Verification) -> None:
+    """Every experts module has all the experts that any of its kind has, up to the number in the config."""
+    counts = [described.config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
+    text = described.config.get("text_config")
+    if isinstance(text, dict):
+        counts += [text.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
+    expected = next((c for c in counts if isinstance(c, int) and c > 0), None)
+    if expected is None:
+        return
+    seen: dict[tuple[str, str], set[int]] = {}
+    for name in folder.tensors:
+        head, dot, tail = name.partition(".experts.")
+        index, _, rest = tail.partition(".")
+        if dot and index.isdigit():
+            seen.setdefault((f"{head}.experts", rest), set()).add(int(index))
+    for (prefix, rest), found in seen.items():
+        absent = sorted(set(range(expected)) - found)
+        if absent:
+            report.problems.append(
+                f"{prefix}.{absent[0]}.{rest}: missing; config.json says {expected} experts, {len(found)} have {rest}"
+            )
+
+
+def _hashes(folder: Folder, report: Verification, progress: bool) -> None:
+    try:
+        record = read_record(folder.path)
+    except SwapqError as error:
+        report.problems.append(str(error))
+        return
+    if record is None:
+        report.notes.append(f"no {RECORD_NAME}: shard hashes cannot be checked")
+        return
+    shards: dict[str, Any] = record["shards"]
+    for name in sorted(set(folder.files) - set(shards)):
+        report.problems.append(f"{name}: is not among the shards that {RECORD_NAME} records")
+    for name, said in track(sorted(shards.items()), "Hashing", transient=True, disable=not progress, console=_stderr()):
+        path = folder.path / name
+        if not path.is_file():
+            report.problems.append(f"{name}: recorded in {RECORD_NAME} and missing")
+        elif path.stat().st_size != said.get("bytes"):
+            report.problems.append(f"{name}: {path.stat().st_size} bytes, {RECORD_NAME} records {said.get('bytes')}")
+        elif _sha256(path) != said.get("sha256"):
+            report.problems.append(f"{name}: its SHA-256 is not the one that {RECORD_NAME} records; the file changed")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_BUFFER):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _values(
+    folder: Folder,
+    described: Described,
+    layout: Layout,
+    known: dict[str, list[Stored]],
+    files: SourceFiles,
+    report: Verification,
+    progress: bool,
+) -> None:
+    """Finite scales, FP32 scales above zero, equal scales in gate/up pairs."""
+    pairs: dict[str, dict[str, float]] = {}
+    for weight, stored in track(
+        known.items(), "Reading scales", transient=True, disable=not progress, console=_stderr()
+    ):
+        fmt = described.quantized[weight]
+        report.tensors[weight] = {"role": _role(weight).value, "format": fmt}
+        tensors = {s.name: _read(folder.tensors[s.name], files) for s in stored[1:]}
+        for name, tensor in tensors.items():
+            fault = _scale_fault(name, tensor)
+            if fault:
+                report.problems.append(fault)
+        pair = _pair_key(weight)
+        number = next(
+            (
+                float(t.flatten()[0])
+                for n, t in tensors.items()
+                if n.endswith(("weight_scale_2", "weight_global_scale"))
+            ),
+            None,
+        )
+        if pair and number is not None:
+            pairs.setdefault(pair, {})[weight] = number
+    for names in pairs.values():
+        if len(set(names.values())) > 1:
+            (a, x), (b, y) = list(names.items())[:2]
+            report.problems.append(
+                f"{a} and {b}: FP32 scales {x:g} and {y:g} differ; engines keep one for gate and up, halving or doubling the other"
+            )
+
+
+def _read(header: TensorHeader, files: SourceFiles) -> Tensor:
+    return files.tensor(header.file, header.start, header.dtype, header.shape, header.name)
+
+
+def _scale_fault(name: str, tensor: Tensor) -> str | None:
+    if tensor.dtype == torch.uint8 or tensor.dtype == torch.float8_e8m0fnu:
+        bad = int((tensor.view(torch.uint8) == 255).sum())
+        return f"{name}: {bad} scales are NaN (E8M0 byte 255)" if bad else None
+    values = tensor.float()
+    bad = int((~torch.isfinite(values)).sum())
+    if bad:
+        return f"{name}: {bad} of {values.numel()} scales are not finite"
+    if tensor.dtype == torch.float32 and bool((values <= 0).any()):
+        return f"{name}: the FP32 scale is {values.flatten()[0].item():g}; a scale is above zero"
+    return None
+
+
+def _pair_key(weight: str) -> str | None:
+    head, _, leaf = weight.removesuffix(".weight").rpartition(".")
+    return head if leaf in ("gate_proj", "up_proj", "w1", "w3") and ".experts." in f".{head}." else None
+
+
+def _role(weight: str) -> Role:
+    """Role of a quantized weight by its name: only four roles are ever quantized."""
+    parts = weight.split(".")
+    if "experts" in parts:
+        return Role.routed_experts
+    if any(p in ("shared_expert", "shared_experts") for p in parts):
+        return Role.shared_experts
+    return Role.attention if any("attn" in p for p in parts) else Role.dense_mlp
+
+
+def _totals(folder: Folder, described: Described, layout: Layout, report: Verification) -> None:
+    owned = set(described.quantized)
+    parameters = 0
+    for name, header in folder.tensors.items():
+        codes = name if name in owned else name.removesuffix("_packed")
+        if codes in owned:
+            parameters += math.prod(header.shape) * (2 if header.dtype == torch.uint8 else 1)
+        elif not _looks_quantized(name, header) and not name.endswith(("input_scale", "input_global_scale")):
+            parameters += math.prod(header.shape)
+    report.totals |= {
+        "layout": described.layout,
+        "bytes": folder.nbytes,
+        "parameters": parameters,
+        "bits_per_parameter": round(8 * folder.nbytes / parameters, 4) if parameters else 0.0,
+        "tensors": len(folder.tensors),
+        "quantized_weights": len(described.quantized),
+    }
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,243 @@
+"""verify: a sound folder passes, every kind of fault is a sentence that names the tensor, and errors are measured from the source."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import swapq
+from swapq.checkpoint import layouts
+from swapq.cli import app
+from tests.helpers.models import FAMILIES, qwen3_moe
+
+RECIPES = ["nvfp4-rl", "mxfp8-rl"]
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("verify")
+    qwen3_moe().to(torch.bfloat16).save_pretrained(root / "src")
+    for recipe in RECIPES:
+        for layout in layouts.names():
+            swapq.convert_checkpoint(root / "src", root / f"{recipe}-{layout}", recipe, layout=layout, progress=False)
+    return root
+
+
+@pytest.mark.parametrize("layout", layouts.names())
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_conversion_verifies_alone_and_beside_its_source(made: Path, recipe: str, layout: str) -> None:
+    folder = made / f"{recipe}-{layout}"
+    alone = swapq.verify(folder)
+    assert alone.problems == []
+    assert alone.totals["layout"] == layout
+    beside = swapq.verify(folder, source=made / "src")
+    assert beside.problems == []
+    assert set(beside.tensors) == set(swapq.plan(made / "src", recipe).quantized)
+    for row in beside.tensors.values():
+        assert 0.005 < row["rel_error"] < 0.2
+        assert 14 < row["sqnr_db"] < 45
+        assert row["underflowed_blocks"] == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_an_export_of_a_live_model_verifies_beside_the_source(made: Path, tmp_path: Path, recipe: str) -> None:
+    model = swapq.convert(qwen3_moe().to(torch.bfloat16), recipe)
+    swapq.export(model, tmp_path)
+    report = swapq.verify(tmp_path, source=made / "src")
+    assert report.problems == []
+    assert any("hashes cannot be checked" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
+def test_every_family_verifies_beside_its_source(tmp_path: Path, family: str) -> None:
+    FAMILIES[family]().to(torch.bfloat16).save_pretrained(tmp_path / "src")
+    for recipe in RECIPES:
+        swapq.convert_checkpoint(tmp_path / "src", tmp_path / recipe, recipe, progress=False)
+        assert swapq.verify(tmp_path / recipe, source=tmp_path / "src").problems == []
+
+
+def test_bits_per_parameter_say_what_the_file_holds(made: Path) -> None:
+    totals = swapq.verify(made / "nvfp4-rl-swapq").totals
+    size = sum(p.stat().st_size for p in (made / "nvfp4-rl-swapq").glob("*.safetensors"))
+    parameters = sum(t.numel() for t in load_file(made / "src" / "model.safetensors").values())
+    assert totals["parameters"] == parameters
+    assert totals["bytes"] <= size
+    assert totals["bits_per_parameter"] == pytest.approx(8 * totals["bytes"] / parameters, abs=1e-3)
+
+
+# Faults
+
+
+def damaged(made: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], object], layout: str = "swapq") -> Path:
+    folder = tmp_path / "damaged"
+    shutil.copytree(made / f"nvfp4-rl-{layout}", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "swapq.json").unlink()  # the fault must be found without the hashes
+    return folder
+
+
+def flip(t: Tensor) -> None:
+    t.view(torch.uint8).view(-1)[3] ^= 1
+
+
+STRUCTURAL: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "a missing block scale": (lambda t: t.pop(EXPERT + "_scale"), EXPERT + "_scale: missing"),
+    "a missing FP32 scale": (lambda t: t.pop(EXPERT + "_scale_2"), EXPERT + "_scale_2: missing"),
+    "missing codes": (lambda t: t.pop(EXPERT), EXPERT + ": listed as nvfp4 and missing"),
+    "BF16 where codes belong": (
+        lambda t: t.update({EXPERT: torch.zeros(32, 64, dtype=torch.bfloat16)}),
+        EXPERT + ": stored as bfloat16",
+    ),
+    "codes that are not listed": (
+        lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.zeros(8, 32, dtype=torch.uint8)}),
+        "model.layers.1.mlp.gate.weight: stored as uint8",
+    ),
+    "a misspelt scale": (
+        lambda t: t.update(
+            {EXPERT + "_scale_inv_scale": t.pop(EXPERT + "_scale"), "x.weight_scale": torch.zeros(2, 2)}
+        ),
+        "x.weight_scale: stored as float32, which is quantized",
+    ),
+    "gate and up scales that differ": (
+        lambda t: t.update({EXPERT + "_scale_2": t[EXPERT + "_scale_2"] * 2}),
+        "FP32 scales",
+    ),
+    "a FP32 scale of zero": (
+        lambda t: t.update({k: torch.zeros(()) for k in t if k.endswith("experts.3.down_proj.weight_scale_2")}),
+        "experts.3.down_proj.weight_scale_2: the FP32 scale is 0",
+    ),
+    "a FP32 scale that is infinite": (
+        lambda t: t.update({k: torch.tensor(torch.inf) for k in t if k.endswith("experts.3.down_proj.weight_scale_2")}),
+        "1 of 1 scales are not finite",
+    ),
+    "a NaN block scale": (lambda t: t[EXPERT + "_scale"].view(torch.uint8).fill_(0x7F), EXPERT + "_scale: 128 of 128"),
+    "an expert that is gone from the file": (
+        lambda t: [t.pop(k) for k in list(t) if ".layers.1.mlp.experts.7." in k],
+        "model.layers.1.mlp.experts.7.",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", STRUCTURAL)
+def test_a_structural_fault_is_found_without_the_source(made: Path, tmp_path: Path, fault: str) -> None:
+    change, message = STRUCTURAL[fault]
+    report = swapq.verify(damaged(made, tmp_path, change))
+    assert not report.ok
+    assert any(message in problem for problem in report.problems), report.problems
+
+
+VALUES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "one flipped bit in the codes": (lambda t: flip(t[EXPERT]), EXPERT + ": 1 of 1024 bytes differ"),
+    "one flipped bit in a block scale": (lambda t: flip(t[EXPERT + "_scale"]), EXPERT + "_scale: 1 of"),
+    "swapped nibbles": (lambda t: t.update({EXPERT: (t[EXPERT] >> 4) | (t[EXPERT] << 4)}), EXPERT + ":"),
+    "an FP32 scale rounded to a power of two": (
+        lambda t: [
+            t.update({k: torch.exp2(torch.log2(v).round())}) for k, v in list(t.items()) if k.endswith("scale_2")
+        ],
+        "weight_scale_2: ",
+    ),
+    "one flipped bit in a norm": (
+        lambda t: flip(t["model.norm.weight"]),
+        "model.norm.weight: not quantized, and not bit-identical",
+    ),
+    "a norm in another dtype": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float()}),
+        "model.norm.weight: not quantized, and not bit-identical",
+    ),
+    "a tensor too many": (
+        lambda t: t.update({"extra.weight": torch.zeros(4)}),
+        "extra.weight: is not made from any tensor",
+    ),
+    "two experts exchanged": (
+        lambda t: t.update(
+            {EXPERT: t[EXPERT.replace("experts.3", "experts.4")], EXPERT.replace("experts.3", "experts.4"): t[EXPERT]}
+        ),
+        EXPERT + ":",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", VALUES)
+def test_a_wrong_value_is_found_beside_the_source(made: Path, tmp_path: Path, fault: str) -> None:
+    change, message = VALUES[fault]
+    report = swapq.verify(damaged(made, tmp_path, change), source=made / "src")
+    assert not report.ok
+    assert any(message in problem for problem in report.problems), report.problems
+
+
+def test_a_changed_shard_is_found_by_its_hash(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / "nvfp4-rl-swapq", folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-5, 2)
+        byte = file.read(1)
+        file.seek(-5, 2)
+        file.write(bytes([byte[0] ^ 1]))
+    assert any("SHA-256" in problem for problem in swapq.verify(folder).problems)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_faults_are_found_in_the_other_layouts_too(made: Path, tmp_path: Path, layout: str) -> None:
+    stem = EXPERT.removesuffix(".weight")
+    gone = {"modelopt": f"{stem}.input_scale", "compressed-tensors": f"{stem}.weight_global_scale"}[layout]
+    report = swapq.verify(damaged(made, tmp_path, lambda t: t.pop(gone), layout))
+    assert any(gone in problem for problem in report.problems), report.problems
+
+
+def test_a_config_that_promises_more_experts_than_there_are_is_found(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / "nvfp4-rl-swapq", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts"] = 10
+    (folder / "config.json").write_text(json.dumps(config))
+    assert any("config.json says 10 experts, 8 have" in problem for problem in swapq.verify(folder).problems)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda f: (f / "config.json").unlink(),
+        lambda f: (f / "config.json").write_text("{"),
+        lambda f: (f / "model.safetensors").write_bytes(b"short"),
+        lambda f: (f / "swapq.json").write_text("[]"),
+        lambda f: shutil.rmtree(f),
+        lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'),
+        lambda f: (f / "config.json").write_text('{"model_type": "qwen3_moe"}'),
+    ],
+    ids=["no config", "broken config", "short shard", "broken record", "no folder", "another method", "no claim"],
+)
+def test_verify_raises_nothing_and_says_what_is_wrong(
+    made: Path, tmp_path: Path, break_it: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made / "nvfp4-rl-swapq", folder)
+    break_it(folder)
+    report = swapq.verify(folder, source=made / "src")
+    assert not report.ok
+    assert all(len(problem) > 10 for problem in report.problems)
+
+
+# The command
+
+
+def test_the_command_has_exit_codes_and_json(made: Path, tmp_path: Path) -> None:
+    good = CliRunner().invoke(app, ["verify", str(made / "nvfp4-rl-swapq"), "--source", str(made / "src"), "--json"])
+    assert good.exit_code == 0, good.output
+    content = json.loads(good.stdout)
+    assert set(content) >= {"ok", "problems", "tensors", "totals"}
+    assert content["ok"] is True
+    assert content["tensors"][EXPERT]["role"] == "routed_experts"
+    folder = damaged(made, tmp_path, lambda t: t.pop(EXPERT))
+    bad = CliRunner().invoke(app, ["verify", str(folder)])
+    assert bad.exit_code == 1
+    assert "NOT sound" in bad.output
+    assert EXPERT in bad.output.replace("\n", "")
