@@ -225,6 +225,9 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             x, topk_weights, topk_ids, layer.expert_map, gate_up, down, stored, self.activations, self.act, self.gated
         )
 
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """vLLM 0.25 asks for its modular kernel's first half and would replace this method by it; there is none."""
+
     def get_fused_moe_quant_config(self, layer: Any) -> "FusedMoEQuantConfig | None":
         """None: no kernel of vLLM's runs these experts."""
         return None
