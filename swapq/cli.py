@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -52,6 +53,9 @@ app = typer.Typer(
 RecipeOption = Annotated[
     str,
     typer.Option("--recipe", "-r", help="A named recipe (see `swapq recipes`) or a .json file.", show_default=False),
+]
+BaseModel = Annotated[
+    str | None, typer.Option("--base-model", metavar="OWNER/NAME", help="The base model on the Hub, for the card.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -100,6 +104,10 @@ def convert(
     workers: Annotated[int, typer.Option("--workers", help="Threads. The bytes written do not depend on it.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size of one output file.")] = "5GB",
+    push_to_hub: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="REPO", help="Write the card, verify, and upload.")
+    ] = None,
+    base_model: BaseModel = None,
 ) -> None:
     """Convert a checkpoint, streaming. Run the same command again to finish an interrupted conversion."""
     from swapq.checkpoint.conversion import convert_checkpoint
@@ -109,10 +117,21 @@ def convert(
     )
     if done.already_done:
         stdout.print(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
-        return
+    else:
+        _print_conversion(destination, done)
+    if push_to_hub is not None:
+        from swapq.checkpoint.card import write_card
+        from swapq.checkpoint.upload import upload
+
+        command = f"swapq convert {source.name} {destination.name} --recipe {recipe} --layout {layout}"
+        write_card(destination, base_model=base_model, source=source, command=command)
+        stdout.print(f"uploaded: {upload(destination, push_to_hub)}")
+
+
+def _print_conversion(destination: Path, done: Any) -> None:
     before, after = sum(e.bytes_before for e in done.plan), done.output_bytes
     stdout.print(
-        f"{len(done.plan.quantized)} weights quantized, {before / 1e9:.2f} GB -> {after / 1e9:.2f} GB in {destination}"
+        f"{len(done.plan.quantized)} weights quantized, {decimal(before)} -> {decimal(after)} in {destination}"
     )
     if done.resumed:
         stdout.print(f"{done.resumed} shards were finished by an earlier run")
@@ -130,12 +149,22 @@ def verify(
     source: Annotated[
         Path | None, typer.Option("--source", help="The folder it was made from: compare bit for bit.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Folder for a JSON file and a picture of the errors.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check that a quantized folder holds what it says. Exit code 1 if it does not."""
     from swapq.checkpoint.verify import verify as check
 
     found = check(directory, source=source, progress=not as_json)
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+        (report / "verify.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        if source is not None:
+            from swapq.checkpoint.plots import draw_errors
+
+            draw_errors(found.tensors, report / "errors.png")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
@@ -164,6 +193,53 @@ def _print_verification(directory: Path, found: Any) -> None:
     if len(found.problems) > 50:
         stdout.print(f"... and {len(found.problems) - 50} more problems", style="red")
     stdout.print(f"{directory}: {'sound' if found.ok else 'NOT sound'}", style="bold")
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Any checkpoint folder.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Show what lies in a checkpoint folder: dtypes, roles, quantization. Reads headers only."""
+    from swapq.checkpoint.inspection import inspect as look
+
+    found = look(directory)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1))
+        return
+    stdout.print(
+        f"{directory}: {found.family or 'family not stated'}, quantization {found.quantization}, layout {found.layout}"
+    )
+    stdout.print(f"{found.tensors} tensors, {decimal(found.nbytes)} in {len(found.files)} files")
+    for title, rows in (("dtype", found.dtypes), ("role", found.roles)):
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in (title, *next(iter(rows.values()), {})):
+            table.add_column(column, justify="left" if column == title else "right")
+        for name, row in rows.items():
+            table.add_row(name, *(f"{value:,}" for value in row.values()))
+        if rows:
+            stdout.print(table)
+    for note in found.notes:
+        stdout.print(f"note: {note}")
+
+
+@app.command()
+def card(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A quantized folder that verifies.", show_default=False)
+    ],
+    base_model: BaseModel = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="The folder it was made from: adds measured errors.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option("--license", help="Identifier of the license, as the Hub spells it.")
+    ] = None,
+) -> None:
+    """Write the model card (README.md) of a quantized folder from its own verification."""
+    from swapq.checkpoint.card import write_card
+
+    stdout.print(f"wrote {write_card(directory, base_model=base_model, source=source, license=license)}")
 
 
 @app.command()

@@ -37,7 +37,7 @@ RECIPE_FIELDS = [
     "last_layers_bf16",
     "expert_tp",
 ]
-COMMANDS = {"convert", "doctor", "plan", "recipes", "verify"}
+COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "verify"}
 ROOT = Path(swapq.__file__).parent
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swapq.errors import CheckpointError, UnsupportedError
 
-__all__ = ["ShardWriter", "publish", "shard_bytes", "write_json"]
+__all__ = ["ShardWriter", "publish", "shard_bytes", "write_json", "write_text"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -33,8 +33,13 @@ def publish(temporary: Path, target: Path) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` to ``path``, whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in UTF-8, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     publish(temporary, path)
 
 
