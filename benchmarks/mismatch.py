@@ -58,11 +58,14 @@ def converted(source: Path, recipe: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     import swapq
+    from swapq_trl.rounding import round_as_served
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     name, _, default = recipe.partition(" ")
     overrides = {"last_layers_bf16": 0} if name == "nvfp4-rl" and not default else {}
-    return swapq.convert(model, name, **overrides)
+    swapq.convert(model, name, **overrides)
+    round_as_served(model)  # as the trainers of swapq_trl do
+    return model
 
 
 def sample(directory: Path, prompts: list[list[int]], seed: int) -> list[dict[str, Any]]:

@@ -78,7 +78,6 @@ class VLLMGeneration(_VLLMGeneration):
             )
         self.last_report: SyncReport | None = None
         self.last_logprobs: list[list[float]] | None = None
-        self._reports: list[SyncReport] = []
         self._failed: str | None = None
         self._tested = False
         self._sent: dict[str, str] = {}
@@ -196,13 +195,7 @@ class VLLMGeneration(_VLLMGeneration):
             raise
         self._failed = None
         self.last_report = report
-        self._reports.append(report)
         return report
-
-    def take_reports(self) -> list[SyncReport]:
-        """The reports of the syncs since the last call."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def _send_to_engine(self) -> SyncReport:
         if self.enable_sleep_mode and self._llm_weights_sleeping:

@@ -14,6 +14,7 @@ from swapq.diagnostics.mismatch import MismatchSums
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.generation import VLLMGeneration, is_sharded
 from swapq_trl.report import SyncReport
+from swapq_trl.rounding import round_as_served
 
 __all__ = ["GRPOTrainer", "RLOOTrainer"]
 
@@ -45,7 +46,7 @@ class _SwapqTrainer(_Base):
         self._engine_arguments: dict[str, Any] = {"approximate_lora": approximate_lora, "engine_options": engine_options}
         if config is None or not config.use_vllm:
             super().__init__(*args, **kwargs)
-            self._convert_reference()
+            self._match_policies()
             return
         self._check_config(config)
         # the options below are meant for vLLM; without it TRL would hand them to transformers
@@ -55,23 +56,32 @@ class _SwapqTrainer(_Base):
             super().__init__(*args, **kwargs)
         finally:
             config.use_vllm, config.generation_kwargs = True, generation_kwargs
-        self._convert_reference()
+        self._match_policies()
         self.use_vllm = True
         self.vllm_generation = self._build_generation(generation_kwargs)
         self._last_loaded_step = -1  # TRL's mark of the step whose weights the engine holds
 
-    def _convert_reference(self) -> None:
-        """The KL term compares two policies of one recipe: TRL loads the reference afresh, from the unconverted folder."""
+    def _match_policies(self) -> None:
+        """What a converted model needs for trainer, engine and reference to be policies of one recipe."""
+        if not is_converted(self.model):
+            return
         reference = getattr(self, "ref_model", None)
-        if reference is None or not is_converted(self.model) or is_converted(reference):
-            return
         if is_sharded(self.accelerator):
-            logger.warning(
-                "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy with "
-                "a BF16 reference"
-            )
-            return
-        convert(self.accelerator.unwrap_model(reference), recipe_of(self.model))
+            if reference is not None and not is_converted(reference):
+                logger.warning(
+                    "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy "
+                    "with a BF16 reference"
+                )
+            return  # a sharded model's mixed precision rounds every parameter itself
+        models = [self.model]
+        if reference is not None:  # TRL loads it afresh, from the unconverted folder
+            reference = self.accelerator.unwrap_model(reference)
+            if not is_converted(reference):
+                convert(reference, recipe_of(self.model))
+            models.append(reference)
+        if self.accelerator.mixed_precision == "bf16":
+            for model in models:
+                round_as_served(model)
 
     def _check_config(self, config: Any) -> None:
         """Checks that TRL makes only on its vLLM path."""
@@ -136,9 +146,9 @@ class _SwapqTrainer(_Base):
             self._first_logps = None
         if self.use_vllm:
             mode = "train" if self.model.training else "eval"
-            for report in self.vllm_generation.take_reports():
-                for name, value in report.metrics().items():
-                    self._metrics[mode][name].append(value)
+            report = self.vllm_generation.last_report  # of the sync that gave the engine the weights it sampled with
+            for name, value in report.metrics().items() if report else ():
+                self._metrics[mode][name].append(value)
             rollout_logps = self._rollout_logps(output)
             if trainer_logps is not None and rollout_logps is not None:
                 self._log_mismatch(mode, trainer_logps, rollout_logps, output)
@@ -187,18 +197,27 @@ class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
 
     _tag_names = [*_GRPOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it
 
-    def _convert_reference(self) -> None:
-        """The KL term compares two policies of one recipe: TRL loads the reference afresh, from the unconverted folder."""
+    def _match_policies(self) -> None:
+        """What a converted model needs for trainer, engine and reference to be policies of one recipe."""
+        if not is_converted(self.model):
+            return
         reference = getattr(self, "ref_model", None)
-        if reference is None or not is_converted(self.model) or is_converted(reference):
-            return
         if is_sharded(self.accelerator):
-            logger.warning(
-                "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy with "
-                "a BF16 reference"
-            )
-            return
-        convert(self.accelerator.unwrap_model(reference), recipe_of(self.model))
+            if reference is not None and not is_converted(reference):
+                logger.warning(
+                    "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy "
+                    "with a BF16 reference"
+                )
+            return  # a sharded model's mixed precision rounds every parameter itself
+        models = [self.model]
+        if reference is not None:  # TRL loads it afresh, from the unconverted folder
+            reference = self.accelerator.unwrap_model(reference)
+            if not is_converted(reference):
+                convert(reference, recipe_of(self.model))
+            models.append(reference)
+        if self.accelerator.mixed_precision == "bf16":
+            for model in models:
+                round_as_served(model)
 
     def _check_config(self, config: Any) -> None:
         corrected = config.vllm_importance_sampling_correction

@@ -289,7 +289,7 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
 
         built.vllm_generation.sync_weights = counted
     built.train()
-    return {"history": logged(built), "syncs": syncs, "args_use_vllm": built.args.use_vllm, "sync": outcome(built.sync_weights)}
+    return {"history": logged(built), "syncs": list(syncs), "sync": outcome(built.sync_weights)}
 
 
 def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def rloo(job: Job) -> dict[str, Any]:
 
 @pytest.mark.vllm
 def test_gradient_accumulation_syncs_once_a_step_and_logs_once_a_step(rloo: dict[str, Any]) -> None:
-    assert rloo["syncs"] == [0, 1, 2]  # the last one for the evaluation after the last step
+    assert rloo["syncs"] == [0, 1, 2]  # after each step the evaluation needs the new weights, the next step finds them there
     assert steps(rloo) == [1, 2]
     assert all("swapq/sync_seconds" in row for row in rloo["history"] if "reward" in row)
 
@@ -43,7 +43,7 @@ def test_evaluation_uses_the_synced_engine_and_logs_its_own_mismatch(rloo: dict[
 
 
 @pytest.mark.vllm
-def test_several_iterations_over_one_batch_sync_only_when_something_is_generated(job: Job) -> None:
+def test_several_iterations_over_one_batch_sync_and_log_only_when_something_is_generated(job: Job) -> None:
     result = job("options", kind="GRPO", recipe="mxfp8-rl", num_iterations=2, steps=4)
     assert result["syncs"] == [0, 2]
     assert ["swapq/sync_seconds" in row for row in result["history"]] == [True, False, True, False]
