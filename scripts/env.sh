@@ -19,7 +19,7 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want
 fi
 
 # a bar for people, nothing for logs
-quiet=(--quiet)
+quiet=(-qq)
 [ -t 1 ] && quiet=()
 step() { echo "[env] $* ($(date +%H:%M:%S))"; }
 
