@@ -63,7 +63,8 @@ def nvfp4(bits: np.ndarray, mult: np.float32, decode: np.float32, codes: np.ndar
     scale = np.empty(_PIECE // 16, np.float32)
     shifted = np.empty(_PIECE // 16, np.float32)
     factor = np.empty(_PIECE // 16, np.float32)
-    nibble = np.empty(_PIECE, np.uint8)
+    nibble = np.empty(_PIECE, np.uint32)  # as wide as the comparisons, so that they vectorize without repacking
+    pair = nibble.view(np.uint64)
     block_amax = top.view(np.float32)
     for start in range(0, bits.size, _PIECE):
         count = min(_PIECE, bits.size - start)
@@ -88,18 +89,19 @@ def nvfp4(bits: np.ndarray, mult: np.float32, decode: np.float32, codes: np.ndar
                 i = b * 16 + j
                 y = abs(x[i] * t)
                 code = (
-                    np.uint8(y > F(0.25))
-                    + np.uint8(y >= F(0.75))
-                    + np.uint8(y > F(1.25))
-                    + np.uint8(y >= F(1.75))
-                    + np.uint8(y > F(2.5))
-                    + np.uint8(y >= F(3.5))
-                    + np.uint8(y > F(5.0))
+                    U(y > F(0.25))
+                    + U(y >= F(0.75))
+                    + U(y > F(1.25))
+                    + U(y >= F(1.75))
+                    + U(y > F(2.5))
+                    + U(y >= F(3.5))
+                    + U(y > F(5.0))
                 )
-                nibble[i] = np.uint8(code) | np.uint8((word[i] >> U(28)) & U(8))
+                nibble[i] = code | ((word[i] >> U(28)) & U(8))
         half = start // 2
         for i in range(count // 2):
-            codes[half + i] = nibble[2 * i] | np.uint8(nibble[2 * i + 1] << np.uint8(4))
+            both = pair[i]  # little-endian: the even element in the low word
+            codes[half + i] = np.uint8((both | (both >> np.uint64(28))) & np.uint64(0xFF))
 
 
 @_jit
