@@ -46,13 +46,28 @@ def convert(
     Raises:
         RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`.
         FormatError: a weight that is not finite, by name.
-        UnsupportedError: a model that is converted already, or wrapped in hooks that would bypass the swap.
+        UnsupportedError: a model that is converted already, or wrapped in hooks that would bypass the swap; a weight that two
+            modules share; a linear with a forward of its own.
     """
     if is_converted(model):
         raise UnsupportedError(
             f"the model is converted already, to {recipe_of(model).name!r}; load it afresh to convert it otherwise"
         )
-    return apply_plan(model, plan(model, Recipe.resolve(recipe, **overrides)), trainable=trainable)
+    the_plan = plan(model, Recipe.resolve(recipe, **overrides))
+    apply_plan(model, the_plan, trainable=trainable)
+    if trainable:
+        _forget_old_quantization(model)
+    return model
+
+
+def _forget_old_quantization(model: nn.Module) -> None:
+    """Drop what the config says of a quantized source: the plan found plain weights, and ``save_pretrained`` writes masters."""
+    config = getattr(model, "config", None)
+    parts = (config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))) if hasattr(config, "to_dict") else ()
+    for part in parts:
+        for key in ("quantization_config", "compression_config"):
+            if key in vars(part):
+                delattr(part, key)
 
 
 def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool = True) -> M:
@@ -71,6 +86,7 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
         _check_swappable(modules, name.removesuffix(".weight"), nn.Linear)
     for layout in {id(v): v for k, v in fused.items() if k in formats}.values():
         _check_swappable(modules, layout.prefix, nn.Module)
+    _check_unshared(model, formats)
     if check:
         for name in formats:
             owner, _, leaf = name.rpartition(".")
@@ -103,11 +119,29 @@ def _weights(layout: ExpertsLayout) -> list[str]:
     return [name for name in (layout.gate_up_name, layout.up_name, layout.down_name) if name]
 
 
+def _check_unshared(model: nn.Module, formats: dict[str, str]) -> None:
+    """A weight with a second name would be quantized under one of the two and stay high-precision under the other."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for found in names.values():
+        if len(found) > 1 and any(name in formats for name in found):
+            raise UnsupportedError(
+                f"{found[0]} and {found[1]} are one parameter, and a quantized weight has one name; give each its own copy before "
+                "converting, or keep both in BF16 (`keep_bf16`)"
+            )
+
+
 def _check_swappable(modules: dict[str, nn.Module], owner: str, kind: type[nn.Module]) -> None:
     module = modules.get(owner)
     if module is None or not isinstance(module, kind):
         raise PlanError(
             f"{owner}: expected {kind.__name__}, found {type(module).__name__}; convert the plain model before wrapping or quantizing it"
+        )
+    if kind is nn.Linear and type(module).forward is not nn.Linear.forward:
+        raise UnsupportedError(
+            f"{owner}: {type(module).__name__} is a linear with a forward of its own, which the swap would drop; add "
+            f"{owner.rpartition('.')[2]!r} to keep_bf16"
         )
     if "forward" in vars(module):
         raise UnsupportedError(

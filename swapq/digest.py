@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from swapq.errors import UnsupportedError
 from swapq.qtensor import QTensor
 
 __all__ = ["digest", "tensor_digest"]
@@ -68,6 +69,10 @@ def digest(x: "Tensor | nn.Module | str | os.PathLike[str]") -> "str | dict[str,
 
     Returns:
         32 hexadecimal digits, or a dictionary from checkpoint name to digest.
+
+    Raises:
+        UnsupportedError: something else.
+        CheckpointError: a folder that is damaged or incomplete.
     """
     if isinstance(x, QTensor):
         header = f"{x.format}|{x.scope}|{x.axis}|" + "|".join(
@@ -76,6 +81,8 @@ def digest(x: "Tensor | nn.Module | str | os.PathLike[str]") -> "str | dict[str,
         return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
     if isinstance(x, Tensor):
         return tensor_digest(x)
+    if not isinstance(x, nn.Module | str | os.PathLike):
+        raise UnsupportedError(f"a digest is of a tensor, a model or a checkpoint folder; got {type(x).__name__}")
     from swapq.checkpoint.tensors import named_tensors  # this file sits below the checkpoint package
 
     return {name: tensor_digest(tensor) for name, tensor in named_tensors(x)}

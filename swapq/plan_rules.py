@@ -56,6 +56,7 @@ def decide(anatomy: Anatomy, recipe: Recipe, *, tp: int, ep: int) -> Verdict:
     kept = _pattern_hits(anatomy, recipe)
     layers = _kept_layers(anatomy, recipe, first, last)
     fp8 = {t.name for t in anatomy.tensors if t.dtype == torch.float8_e4m3fn}
+    _check_parametrized(anatomy, recipe, kept, layers)
     decisions = [_decide(t, recipe, fp8, kept.get(t.name, ""), layers) for t in anatomy.tensors]
     verdict = Verdict(decisions, first, last)
     _skip_small(anatomy, verdict)
@@ -123,6 +124,16 @@ def _check_source(anatomy: Anatomy) -> None:
         if info.linear and info.dtype not in (*_SOURCES, torch.float8_e4m3fn):
             raise PlanError(
                 f"{info.name} is {info.dtype}, in a block-FP8 source: expected float8_e4m3fn or an unquantized dtype"
+            )
+
+
+def _check_parametrized(anatomy: Anatomy, recipe: Recipe, kept: dict[str, str], layers: dict[int, str]) -> None:
+    for info in anatomy.tensors:
+        stays = recipe.format_of(info.role) == "bf16" or info.name in kept or info.layer in layers
+        if ".parametrizations." in info.name and not stays:
+            raise PlanError(
+                f"{info.name} stands in for a weight that is computed anew in each forward (torch parametrization), which no format "
+                "would reach; convert the model first, or keep it in BF16 (`keep_bf16`)"
             )
 
 

@@ -82,6 +82,10 @@ class QTensor(TorchAOBaseTensor):
         """``{"codes": ..., "scales": ..., "global_scale": ...}`` without what is None."""
         return {k: v for k, v in self.parts._asdict().items() if v is not None}
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        parts = {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in self.named_parts().items()}
+        return _rebuilt, (parts, self.format, self.scope, self.axis, self.source_dtype)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         extra = "" if self.global_scale is None else f", global_scale {tuple(self.global_scale.shape)}"
         return (
@@ -89,6 +93,28 @@ class QTensor(TorchAOBaseTensor):
             f"codes {tuple(self.codes.shape)} {self.codes.dtype}, scales {tuple(self.scales.shape)} {self.scales.dtype}{extra}, "
             f"device={self.codes.device})"
         )
+
+
+def _rebuilt(parts: dict[str, Tensor], fmt: str, scope: str, axis: int, dtype: torch.dtype) -> QTensor:
+    """A pickled QTensor. Its parts travel as bytes, since plain pickle knows no float8."""
+    stored = formats.get(fmt).dtypes
+    codes, scales = (parts[k] if parts[k].dtype == stored[k] else parts[k].view(stored[k]) for k in ("codes", "scales"))
+    return QTensor(codes, scales, fmt, scope, axis, dtype, parts.get("global_scale"))
+
+
+torch.serialization.add_safe_globals([_rebuilt])
+
+
+@QTensor.implements([torch.ops.aten._to_copy.default])
+def _to_copy(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QTensor:
+    """Another device moves the bytes; another dtype is the one that ``dequantize`` gives. Codes and scales are never cast."""
+    q, dtype = args[0], kwargs.get("dtype")
+    dtype = q.source_dtype if dtype is None else dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise FormatError(f"a QTensor stands for real numbers; {dtype} is refused, write q.dequantize({dtype}) instead")
+    device, non_blocking = kwargs.get("device") or q.device, kwargs.get("non_blocking", False)
+    moved = {k: v.to(device, non_blocking=non_blocking, copy=True) for k, v in q.named_parts().items()}
+    return QTensor(moved["codes"], moved["scales"], q.format, q.scope, q.axis, dtype, moved.get("global_scale"))
 
 
 @QTensor.implements([torch.ops.aten.copy_.default])
@@ -123,13 +149,16 @@ def quantize(
         fmt: ``"mxfp8"`` or ``"nvfp4"``.
         scope: ``nvfp4``: ``"tensor"`` (default), ``"row"`` or ``"tile"``. ``mxfp8`` has no scope to choose.
         axis: block axis. -2 quantizes column-wise (``mxfp8``).
-        amax: float32, a shared scope amax (a gate/up pair): shape of the leading dimensions, or of the rows in row scope.
+        amax: float32, a shared scope amax (a gate/up pair): shape of the leading dimensions, or of the rows in row scope. One
+            number serves every scope.
         block: group size of formats that have a choice (none of these two).
 
     Raises:
-        FormatError: see :meth:`swapq.formats.Format.check`.
+        FormatError: see :meth:`swapq.formats.Format.check`; an ``amax`` of another shape.
     """
     form = formats.get(fmt)
+    if not isinstance(x, Tensor):
+        raise FormatError(f"{fmt}: expected a torch.Tensor, got {type(x).__name__}")
     scope = form.default_scope if scope is None else scope
     if block is not None and block != form.block:
         raise FormatError(f"{fmt}: block is {block}, but the format has blocks of {form.block}; leave `block` out")
@@ -138,9 +167,22 @@ def quantize(
     if amax is not None and fmt != "nvfp4":
         raise FormatError(f"{fmt}: `amax` is given, but only nvfp4 has a scale that tensors can share; leave it out")
     form.check(x, scope=scope, axis=axis)
+    if amax is not None:
+        amax = _scope_amax(amax, form.part_shapes(tuple(x.shape), scope=scope, axis=axis)["global_scale"], x, fmt)
     with torch.no_grad():
         parts = form.quantize(x.detach(), scope=scope, axis=axis, amax=amax)
     return QTensor(parts.codes, parts.scales, fmt, scope, axis, x.dtype, parts.global_scale)
+
+
+def _scope_amax(amax: Tensor, shape: tuple[int, ...], x: Tensor, fmt: str) -> Tensor:
+    """``amax`` with one number per scope. A tensor of another shape would broadcast into a tensor that is not ``x``."""
+    amax = torch.as_tensor(amax, dtype=torch.float32, device=x.device).detach()
+    if amax.dim() and tuple(amax.shape) != shape:
+        raise FormatError(
+            f"{fmt}: `amax` has shape {tuple(amax.shape)}, but a tensor of shape {tuple(x.shape)} has scopes of shape {shape}; give "
+            "one number per scope, or one for all"
+        )
+    return amax.expand(shape)
 
 
 def require_finite(x: Tensor, name: str) -> None:

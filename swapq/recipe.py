@@ -257,7 +257,7 @@ def _weights(value: object) -> Weights:
 
 
 def _patterns(value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise RecipeError(f"keep_bf16 is {value!r}, expected a list of patterns such as ['kv_b_proj', 'layers.3.mlp']")
     cleaned: list[str] = []
     for pattern in value:
@@ -350,13 +350,21 @@ def _check_backward(recipe: Recipe) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise RecipeError(f"recipe file {path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"recipe file {path}: not readable as JSON ({error})") from None
     if not isinstance(fields, dict):
         raise RecipeError(f"recipe file {path}: holds {type(fields).__name__}, expected an object of recipe fields")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"key {twice!r} appears twice")
     return fields
 
 

@@ -16,7 +16,7 @@ def get(name: str) -> Format:
     Raises:
         FormatError: no such format.
     """
-    if name not in _FORMATS:
+    if not isinstance(name, str) or name not in _FORMATS:
         raise FormatError(f"unknown format {name!r}; choose one of {', '.join(_FORMATS)}")
     return _FORMATS[name]
 

@@ -32,15 +32,15 @@ class NVFP4(Format):
 
     def quantize(self, x: Tensor, *, scope: str = "tensor", axis: int = -1, amax: Tensor | None = None) -> Parts:
         encode, decode = self.global_scales(self.scope_amax(x, scope) if amax is None else amax.float())
-        per_block = self._over_blocks(encode * ONE_SIXTH, scope)
+        per_block = self._over_blocks(encode * ONE_SIXTH, scope, x.dim())
         scales = e4m3_cast((self._block_amax(x, scope) * per_block).clamp(max=F32_MAX))
-        product = scales.float() * self._over_blocks(decode, scope)
+        product = scales.float() * self._over_blocks(decode, scope, x.dim())
         factor = torch.div(torch.ones_like(product), product).clamp(max=F32_MAX)
         codes = e2m1_encode(x.float() * self._spread(factor, scope, x.shape[-2] if x.dim() > 1 else 1))
         return Parts(pack_nibbles(codes), scales, decode)
 
     def dequantize(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Tensor:
-        decode = self._over_blocks(_required(parts.global_scale), scope)
+        decode = self._over_blocks(_required(parts.global_scale), scope, parts.codes.dim())
         return self._scaled_values(parts, scope) * decode
 
     def operand(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Operand:
@@ -64,8 +64,10 @@ class NVFP4(Format):
 
     @staticmethod
     def scope_amax(x: Tensor, scope: str = "tensor") -> Tensor:
-        """float32 amax over the scope: per row, or per leading index (an expert)."""
-        dims = -1 if scope == "row" or x.dim() == 1 else (-2, -1)
+        """float32 amax over the scope: per row, or per leading index (an expert). A scope without elements has amax 0."""
+        dims = (-1,) if scope == "row" or x.dim() == 1 else (-2, -1)
+        if 0 in x.shape[-len(dims) :]:
+            return x.new_zeros(x.shape[: -len(dims)], dtype=torch.float32)
         return x.abs().amax(dims).float()
 
     @staticmethod
@@ -82,8 +84,9 @@ class NVFP4(Format):
         return blocks.float()
 
     @staticmethod
-    def _over_blocks(scale: Tensor, scope: str) -> Tensor:
-        return scale.unsqueeze(-1) if scope == "row" else scale[..., None, None]
+    def _over_blocks(scale: Tensor, scope: str, dims: int) -> Tensor:
+        """A scope's scale beside the blocks of a tensor of ``dims`` dimensions."""
+        return scale.unsqueeze(-1) if scope == "row" or dims == 1 else scale[..., None, None]
 
     def _spread(self, per_block: Tensor, scope: str, rows: int) -> Tensor:
         spread = per_block.repeat_interleave(self.block, dim=-1)

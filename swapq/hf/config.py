@@ -52,7 +52,9 @@ class SwapqConfig(QuantizationConfigMixin):
             raise CheckpointError(f"quantization_config: layout is {layout!r}; transformers loads the layout 'swapq'")
         self.quant_method = quant_method  # type: ignore[assignment]
         self.recipe, self.layout, self.version, self.trainable = Recipe.resolve(recipe), layout, version, trainable
-        self.quantized = None if quantized is None else {fmt: list(names) for fmt, names in quantized.items()}
+        self.quantized = None if quantized is None else _listed(quantized)
+        if not isinstance(trainable, bool):
+            raise CheckpointError(f"quantization_config: trainable is {trainable!r}, expected true or false")
 
     def to_dict(self) -> dict[str, Any]:
         """The dictionary that ``config.json`` holds."""
@@ -66,3 +68,14 @@ class SwapqConfig(QuantizationConfigMixin):
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
+
+
+def _listed(quantized: object) -> dict[str, list[str]]:
+    if not isinstance(quantized, Mapping):
+        raise CheckpointError(
+            f"quantization_config: quantized is {type(quantized).__name__}, expected formats and lists of weight names"
+        )
+    for fmt, names in quantized.items():
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"quantization_config: quantized[{fmt!r}] is not a list of weight names")
+    return {fmt: list(names) for fmt, names in quantized.items()}

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swapq.checkpoint.tensors import module_tensors
+from swapq.checkpoint.tensors import module_tensors, rest_names
 from swapq.convert import swapped_modules
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import TensorHeader, read_shard
+from swapq.nn.storage import QuantizedStorage
 
 __all__ = ["fill", "headers_of"]
 
@@ -44,7 +45,9 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
     """Copy codes and scales into the modules that ``allocate`` prepared.
 
     Raises:
-        CheckpointError: a missing tensor, another dtype or shape, a scale that is not finite, or gate and up scales that differ.
+        CheckpointError: a missing tensor, one too many, another dtype or shape, a scale that no quantizer writes, or gate and up scales
+            that differ.
+        UnsupportedError: a module that ``device_map`` has put on disk.
     """
     modules: list[nn.Module] = list(swapped_modules(model))
     wanted = [(name, dest) for module in modules for name, dest in module_tensors(module)]  # type: ignore[arg-type]
@@ -52,6 +55,13 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
     if missing:
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} quantized tensors that its config lists: {_some(missing)}"
+        )
+    _check_rest(model, headers, {name for name, _ in wanted})
+    offloaded = [name for name, dest in wanted if dest.is_meta]
+    if offloaded:
+        raise UnsupportedError(
+            f"{offloaded[0]}: its module is on disk by the device_map, and codes are not offloaded while loading; give it a device, or "
+            "load without a device_map and call accelerate's disk_offload"
         )
     filled: dict[tuple[int, int], str] = {}
     with ExitStack() as stack:
@@ -74,6 +84,43 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
             dest.copy_(source)
 
 
+def _check_rest(model: PreTrainedModel, headers: Mapping[str, object], wanted: set[str]) -> None:
+    """What is not quantized must be there too, and no tensor may stand beside the quantized ones unread.
+
+    transformers draws random values for what is missing and overlooks what is left over, with a line in a report at most.
+    """
+    rest = rest_names(model)
+    prefix = f"{model.base_model_prefix}."
+    if type(model).__name__ in (model.config.architectures or ()) or model.base_model is model:
+        missing = sorted(name for name in rest if name not in headers and prefix + name not in headers)
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} tensors that stay unquantized: {_some(missing)}; download it again"
+            )
+    owners = {owner for module in swapped_modules(model) for owner in _owners(module)}
+    known = wanted | rest
+    extra = sorted(
+        name for name in headers if not known & {name, name.removeprefix(prefix)} and _inside(name, owners, prefix)
+    )
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint holds {len(extra)} tensors of quantized modules that nothing reads: {_some(extra)}; the file and its config "
+            "disagree, convert it again"
+        )
+
+
+def _owners(module: QuantizedStorage) -> set[str]:
+    """Names, in a checkpoint, of the modules whose weights this one holds."""
+    layout = getattr(module, "swapq_layout", None)
+    return {layout.hub_prefix} if layout is not None else {name.rpartition(".")[0] for name in module.hub_weights()}
+
+
+def _inside(name: str, owners: set[str], prefix: str) -> bool:
+    parts = name.split(".")
+    above = {".".join(parts[:i]) for i in range(1, len(parts))}
+    return bool(owners & (above | {part.removeprefix(prefix) for part in above}))
+
+
 def _where(
     name: str, model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
 ) -> tuple[str, TensorHeader] | None:
@@ -89,8 +136,14 @@ def _as_stored(source: Tensor, name: str, dest: Tensor) -> Tensor:
             f"{name}: stored as {source.dtype} {tuple(source.shape)}, expected {dest.dtype} {tuple(dest.shape)}; the file and its "
             "config disagree, convert it again"
         )
-    if source.dtype == torch.float8_e4m3fn and not torch.isfinite(source.float()).all():
+    bits = source.view(torch.uint8) if source.element_size() == 1 else None
+    scales = name.endswith(".weight_scale")
+    if bits is not None and source.dtype == torch.float8_e4m3fn and ((bits & 0x7F) == 0x7F).any():
         raise CheckpointError(f"{name}: holds NaN; the file is damaged or was made from a diverged run")
+    if bits is not None and scales and (bits >= (0x80 if source.dtype == torch.float8_e4m3fn else 0xFF)).any():
+        raise CheckpointError(
+            f"{name}: holds a block scale below zero or NaN, which no quantizer writes; the file is damaged"
+        )
     if source.dtype == torch.float32 and not (torch.isfinite(source) & (source > 0)).all():
         raise CheckpointError(
             f"{name}: the FP32 scale is {source.flatten()[0].item()}; a scale is finite and above zero"

@@ -1,7 +1,7 @@
 """The quantizer that transformers calls: it swaps the modules of the empty model, and fills them after the rest is loaded."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from swapq.checkpoint.tensors import quantized_names, saved_state
 from swapq.convert import apply_plan, convert, swapped_modules
 from swapq.errors import CheckpointError
+from swapq.headers import TensorHeader
 from swapq.hf.config import SwapqConfig
 from swapq.hf.loading import fill, headers_of
 from swapq.plan import plan
@@ -28,7 +29,7 @@ class SwapqHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: SwapqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.files: Sequence[str] = ()
+        self.headers: Mapping[str, tuple[str, TensorHeader]] = {}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
@@ -38,7 +39,8 @@ class SwapqHfQuantizer(HfQuantizer):
             raise CheckpointError(
                 "quantization_config: `quantized`, the list of quantized weights, is missing; convert the checkpoint again"
             )
-        self.files = kwargs.get("checkpoint_files") or ()
+        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
+        self.headers = headers_of(files)  # damaged files are named before anything is loaded
         apply_plan(model, plan(model, config.recipe), check=False)
         _compare(_strip(config.quantized, model), quantized_names(model))
         for module in swapped_modules(model):
@@ -55,7 +57,8 @@ class SwapqHfQuantizer(HfQuantizer):
             else:
                 attach(model)
             return model
-        fill(model, headers_of(self.files))
+        fill(model, self.headers)
+        self.headers = {}
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

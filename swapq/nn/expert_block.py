@@ -156,7 +156,11 @@ def expert_block(
     routing = Routing.of(top_k_index, num_experts)
     x = hidden_states.to(torch.bfloat16)
     rows = down(gate(gate_up(x, routing, gather=True)), routing, gather=False)
-    slots = routing.scatter(rows).float() * top_k_weights.float().unsqueeze(-1)
+    here = (top_k_index >= 0) & (
+        top_k_index < num_experts
+    )  # a weight of a slot that is not may be anything, NaN included
+    weights = torch.where(here, top_k_weights.float(), 0.0)
+    slots = routing.scatter(rows).float() * weights.unsqueeze(-1)
     total = slots[:, 0]
     for j in range(1, routing.top_k):
         total = total + slots[:, j]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from swapq import formats
 from swapq.formats import Parts
@@ -89,6 +90,7 @@ class _RoutedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # a second derivative of rounded operands has no meaning: raise, never return half of one
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         routing, spec, grouped = ctx.routing, ctx.spec, dispatch.grouped(dy.device)
         saved = ctx.saved_tensors  # read once: checkpointing without reentry allows no second unpacking

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from swapq.errors import UnsupportedError
@@ -57,6 +58,7 @@ class _Activation(torch.autograd.Function):
         return _table(act, x.device)[x.contiguous().view(torch.int16).to(torch.int32) + 32768]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):

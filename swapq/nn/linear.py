@@ -30,7 +30,8 @@ def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: 
 def _through(linear: FrozenExpertLinear | TrainableExpertLinear, x: Tensor) -> Tensor:
     """A linear is an expert block's linear with one expert that takes every row."""
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-    return linear(rows, Routing.single(rows.shape[0], x.device), gather=False).unflatten(0, x.shape[:-1])
+    y = linear(rows, Routing.single(rows.shape[0], x.device), gather=False)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class SwapqLinear(QuantizedStorage, nn.Linear):
@@ -80,14 +81,19 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
         return quantize(w, self.spec.weights, amax=amax)
 
     def freeze(self) -> None:
-        """Replace the master by codes and scales (``trainable=False``)."""
-        self._store("weight", self.quantized()["weight"])
-        self.trainable = False
-        if self.bias is not None:
-            self.bias.requires_grad_(False)
+        """Replace the master by codes and scales (``trainable=False``), and the partner's: each needs the other's master."""
+        if not self.trainable:
+            return
+        pair = (self, *self.partner)
+        for linear, q in zip(pair, [linear.quantized()["weight"] for linear in pair], strict=True):
+            linear._store("weight", q)
+            linear._hold()
 
     def allocate(self) -> None:
         self._allocate("weight", self.spec.weights)
+        self._hold()
+
+    def _hold(self) -> None:
         self.trainable = False
         if self.bias is not None:
             self.bias.requires_grad_(False)
@@ -99,10 +105,11 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., K] -> [..., N]``; computed in BF16 operands, returned in the dtype of ``x`` (BF16 under autocast)."""
+        """``[..., K] -> [..., N]``; computed in BF16 operands, returned in the dtype of ``x``, or autocast's as from any linear."""
         with torch.autocast(x.device.type, enabled=False):
             y = self._forward(x)
-        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
+        device = x.device.type
+        return y.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
 
     def _forward(self, x: Tensor) -> Tensor:
         q = self.quantized()["weight"]

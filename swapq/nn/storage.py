@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from swapq import formats
+from swapq.errors import CheckpointError
+from swapq.formats import Format
 from swapq.nn.functional import LinearSpec
 from swapq.qtensor import QTensor
 
@@ -20,6 +22,20 @@ __all__ = ["QuantizedStorage", "part_names"]
 def part_names(weight: str) -> dict[str, str]:
     """Parameter name of each part of the weight called ``weight``: ``gate_up_proj_codes``, ``gate_up_proj_scales``, ..."""
     return {part: f"{weight}_{part}" for part in ("codes", "scales", "global_scale")}
+
+
+def _as_kept(given: Tensor, form: Format, part: str, name: str) -> Tensor:
+    stored = form.dtypes[part]
+    kept = stored if stored == torch.float32 else torch.uint8
+    if given.dtype == kept:
+        return given
+    e8m0 = part == "scales" and stored == torch.uint8 and given.dtype == torch.float8_e8m0fnu
+    if given.dtype == stored or e8m0:
+        return given.view(torch.uint8)
+    raise CheckpointError(
+        f"{name} is {given.dtype}, expected {kept}: {form.name} {part} are bytes, which a conversion would change; load the state "
+        "dict of a model converted by the same recipe"
+    )
 
 
 class QuantizedStorage(nn.Module):
@@ -104,14 +120,25 @@ class QuantizedStorage(nn.Module):
         shapes = {name: p.shape for name, p in kept.items()}
         for p in kept.values():
             p.data = p.data.reshape(-1).view(torch.uint8)
-        super()._apply(fn, recurse)
-        for name, shape in shapes.items():
-            p = self._parameters[name]
-            if p is not None:
-                p.data = p.data.view(torch.float32).reshape(shape)
+        try:
+            super()._apply(fn, recurse)
+        finally:  # a move that fails half way (out of memory) must not leave scales that are bytes
+            for name, shape in shapes.items():
+                p = self._parameters[name]
+                if p is not None:
+                    p.data = p.data.view(torch.float32).reshape(shape)
         if self.frozen is not None:
             self.frozen.clear()
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Codes and scales load as bytes or not at all: ``copy_`` from another dtype would convert the numbers."""
+        for weight, (fmt, _, _) in self.stored.items():
+            for part, name in part_names(weight).items():
+                given = state_dict.get(prefix + name)
+                if isinstance(given, Tensor):
+                    state_dict[prefix + name] = _as_kept(given, formats.get(fmt), part, prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
