@@ -51,11 +51,11 @@ class EngineError(Exception):
 class Engine:
     """``engine(function, *arguments)`` runs ``function(llm, *arguments)`` in the engine's process."""
 
-    def __init__(self, model: str | os.PathLike[str] | None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None, *, daemon: bool = True, **options: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, None if model is None else str(model), options), daemon=True
+            target=_serve, args=(theirs, None if model is None else str(model), options), daemon=daemon
         )
         self.process.start()
         theirs.close()

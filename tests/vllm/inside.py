@@ -221,6 +221,13 @@ def changed_after_arrival(llm: Any, directory: str, name: str) -> str:
     return "nothing"
 
 
+def verify_workers(llm: Any, directory: str) -> list[dict[str, list[str]]]:
+    """What every worker of an engine with several says about a checkpoint's digests."""
+    from swapq.digest import tensor_digest
+
+    return llm.collective_rpc("swapq_verify", args=({n: tensor_digest(t) for n, t in _weights(directory).items()},))
+
+
 def verify(llm: Any, directory: str, spoilt: str | None) -> tuple[dict[str, int], str]:
     """The worker method of a server: counts by kind, and whether the engine serves afterwards."""
     from swapq.digest import tensor_digest

@@ -1,0 +1,40 @@
+"""Two ranks: codes, block scales and row scales are split where the recipe says, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+import swapq
+from tests.vllm import inside
+from tests.vllm.conftest import Exports, tiny
+from tests.vllm.engine import Engine, EngineError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "daemon": False}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_two_ranks_serve_what_one_does(tmp_path: Path, recipe: str) -> None:
+    scores = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        swapq.export(swapq.convert(tiny(), recipe, last_layers_bf16=0, expert_tp=ranks), folder)
+        options = TWO if ranks == 2 else {}
+        engine = Engine(folder, enforce_eager=True, worker_extension_cls="swapq_vllm.worker.WorkerExtension", **options)
+        try:
+            scores.append(engine(inside.score))
+            answers = engine(inside.verify_workers, str(folder))
+        finally:
+            engine.close()
+        assert len(answers) == ranks
+        for found in answers:
+            assert not found["wrong"]
+            assert not found["unsent"]
+            assert "model.layers.0.mlp.gate.weight" in found["equal"]
+    assert (scores[0] - scores[1]).abs().mean() < 0.1 * scores[0].std(), "the sums are split, the codes are not"
+
+
+def test_another_number_of_ranks_than_the_recipes_is_refused(exports: Exports) -> None:
+    with pytest.raises(EngineError, match=r"expert_tp=1|failed to start|initialization failed"):
+        Engine(exports("nvfp4-rl"), enforce_eager=True, **TWO)
