@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -15,8 +14,6 @@ from swapq_vllm.placement import Layouts, Placement, trace
 from swapq_vllm.unquantized import adopt
 
 __all__ = ["Served"]
-
-_KNOWN: "WeakKeyDictionary[nn.Module, Served]" = WeakKeyDictionary()
 
 
 class Served:
@@ -30,10 +27,10 @@ class Served:
     def of(cls, worker: Any) -> "Served":
         """The one object of ``worker`` (vLLM's wrapper or the worker itself)."""
         worker = getattr(worker, "worker", worker)
-        model = worker.get_model()
-        if model not in _KNOWN:
-            _KNOWN[model] = cls(worker)
-        return _KNOWN[model]
+        kept = worker.get_model().__dict__  # with the model, so that both go together
+        if "swapq_served" not in kept:
+            kept["swapq_served"] = cls(worker)
+        return kept["swapq_served"]
 
     @property
     def model(self) -> nn.Module:

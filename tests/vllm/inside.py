@@ -67,6 +67,21 @@ def update(llm: Any, directory: str) -> Any:
     return dataclasses.asdict(apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()}))
 
 
+def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:
+    """An update that names the head of a model whose head is its embedding: the error."""
+    from swapq.errors import SyncError
+    from swapq_vllm.receiver import apply_update
+
+    weights = _weights(directory)
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = head + 1 if differ else head
+    try:
+        apply_update(llm, weights.items())
+    except SyncError as error:
+        return str(error)
+    return "nothing"
+
+
 def update_and_score(llm: Any, directory: str) -> Tensor:
     update(llm, directory)
     return _logprobs(llm)

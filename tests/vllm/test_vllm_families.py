@@ -47,3 +47,30 @@ def test_it_serves_the_folder_and_takes_it_again(served: tuple[Engine, Path]) ->
     report = engine(inside.update, str(folder))
     assert report["verified"] == len(swapq.digest(folder))
     assert torch.equal(engine(inside.score), before)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
+    """An engine of an ordinary checkpoint with a tied head: no list, vLLM's own methods everywhere."""
+    folder = tmp_path_factory.mktemp("plain") / "checkpoint"
+    FAMILIES["qwen3_moe"](head_dim=32, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(folder)
+    engine = Engine(folder, enforce_eager=True)
+    yield engine, folder
+    engine.close()
+
+
+def test_an_ordinary_checkpoint_takes_verified_updates_too(plain: tuple[Engine, Path]) -> None:
+    engine, folder = plain
+    before = engine(inside.score)
+    for _ in range(2):
+        report = engine(inside.update, str(folder))
+        assert report["unverified"] == ()
+        assert torch.equal(engine(inside.score), before)
+    assert engine(inside.served_digests) == swapq.digest(folder)
+
+
+def test_a_tied_head_may_be_sent_but_not_differ(plain: tuple[Engine, Path]) -> None:
+    engine, folder = plain
+    assert engine(inside.update_with_tied_head, str(folder), False) == "nothing"
+    assert "model.embed_tokens.weight" in engine(inside.update_with_tied_head, str(folder), True)
+    engine(inside.update, str(folder))
