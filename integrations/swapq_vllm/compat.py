@@ -10,7 +10,15 @@ from torch import nn
 
 from swapq.errors import UnsupportedError
 
-__all__ = ["SUPPORTED", "abandon_reload", "on_meta", "original_loader", "require_supported", "vllm_version"]
+__all__ = [
+    "SUPPORTED",
+    "abandon_reload",
+    "captures_graphs",
+    "on_meta",
+    "original_loader",
+    "require_supported",
+    "vllm_version",
+]
 
 SUPPORTED = ((0, 25), (0, 31))
 
@@ -41,6 +49,14 @@ def require_supported() -> None:
         raise UnsupportedError(
             f"vLLM {found[0]}.{found[1]} is installed, but swapq_vllm supports {low} to {high}; install a version in that range"
         )
+
+
+def captures_graphs() -> bool:
+    """Whether the engine that is being built will capture CUDA graphs."""
+    from vllm.config import get_current_vllm_config
+
+    mode = get_current_vllm_config().compilation_config.cudagraph_mode
+    return getattr(mode, "name", "NONE") != "NONE"
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:

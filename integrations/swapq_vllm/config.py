@@ -33,6 +33,7 @@ class SwapqConfig(QuantizationConfig):
         #: the engine's name of each of them -> checkpoint name
         self.names = {name: name for name in self.formats}
         self.claimed: set[str] = set()
+        self.to_download: tuple[str, str | None] | None = None
 
     @classmethod
     def get_name(cls) -> str:  # type: ignore[override]
@@ -91,11 +92,13 @@ class SwapqConfig(QuantizationConfig):
         self.names = {(hf_to_vllm_mapper.apply_list([name]) or [name])[0]: hub for name, hub in self.names.items()}
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Check the headers of a local checkpoint against the list, before anything is built."""
+        """Check the checkpoint's headers against the list: of a local folder before anything is built, else once it is downloaded."""
         if os.path.isdir(model_name):
             from swapq_vllm.headers import check_headers, read_headers
 
             check_headers(read_headers(model_name), self.formats)
+        else:
+            self.to_download = model_name, revision
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> "QuantizeMethodBase | None":
         """The method that runs ``layer``: quantized if the list names its weights, else BF16.
@@ -145,13 +148,18 @@ class SwapqConfig(QuantizationConfig):
         return None
 
     def built(self) -> None:
-        """Called by every method once its weights are loaded, when all layers exist: every listed weight must have found its layer.
+        """Called by every method once weights are loaded, when all layers exist: every listed weight must have found its layer.
 
         Raises:
             CheckpointError: naming a listed weight that no layer runs quantized.
         """
         from vllm.distributed import get_pp_group
 
+        from swapq_vllm.headers import check_downloaded
+
+        if self.to_download is not None:
+            check_downloaded(*self.to_download, self.formats)
+            self.to_download = None
         rest = sorted(set(self.formats) - self.claimed)
         if rest and get_pp_group().world_size == 1:  # with pipeline parallelism other ranks have the other layers
             raise CheckpointError(

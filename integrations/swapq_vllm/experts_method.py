@@ -12,9 +12,10 @@ from swapq import formats
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.formats import Parts
 from swapq_vllm.built import built
+from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
-from swapq_vllm.ops import routed_experts
+from swapq_vllm.ops import CAPTURABLE, routed_experts
 from swapq_vllm.soundness import unsound
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
                 f"{self.prefix}: the engine splits experts over {tp} ranks, but the recipe says expert_tp={self.expert_tp}, which decides "
                 f"how far a row scale reaches; start with tensor_parallel_size={self.expert_tp} (or expert parallelism), or convert with "
                 f"expert_tp={tp}"
+            )
+        if current_platform.is_cuda_alike() and not CAPTURABLE and captures_graphs():
+            raise UnsupportedError(
+                f"{self.prefix}: swapq's experts cannot be captured into CUDA graphs in this version; start with enforce_eager=True"
             )
         act = layer.activation.value
         if act not in _GATES:

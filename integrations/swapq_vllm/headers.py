@@ -1,5 +1,6 @@
 """Names, dtypes and shapes of an engine's checkpoint, and whether they are what its quantization list promises."""
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,9 @@ from swapq.headers import read_folder, read_shard
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
 
-__all__ = ["Meta", "check_headers", "checkpoint_files", "engine_headers", "read_headers"]
+__all__ = ["Meta", "check_downloaded", "check_headers", "checkpoint_files", "engine_headers", "read_headers"]
+
+_logger = logging.getLogger("swapq_vllm")
 
 
 class Meta(NamedTuple):
@@ -56,6 +59,22 @@ def engine_headers(model_config: "ModelConfig", load_config: "LoadConfig") -> di
 
     files = checkpoint_files(model_config, load_config)
     return {name: Meta(t.dtype, t.shape) for file in files for name, t in read_shard(Path(file)).items()}
+
+
+def check_downloaded(model: str, revision: str | None, listed: Mapping[str, str]) -> None:
+    """:func:`check_headers` of a Hub checkpoint in the local cache. One that lies elsewhere is left to the loaders' own checks."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(model, revision=revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        _logger.warning(
+            "%s is not in the Hugging Face cache: names beside those in its quantization list were not looked for",
+            model,
+        )
+        return
+    check_headers(read_headers(folder), listed)
 
 
 _UNUSUAL = tuple(

@@ -16,7 +16,10 @@ from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear, expert_block
 from swapq.nn.gate import Gate
 
-__all__ = ["routed_experts", "stacked_linear"]
+__all__ = ["CAPTURABLE", "routed_experts", "stacked_linear"]
+
+#: whether the bodies can be captured into a CUDA graph
+CAPTURABLE = False
 
 
 @lru_cache(maxsize=16)

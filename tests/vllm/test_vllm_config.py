@@ -1,5 +1,6 @@
 """The list decides: names through vLLM's mappers, merged layers, mixed formats, and what a layer refuses. No engine needed."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -276,3 +277,26 @@ def test_the_ops_pass_torchs_own_checks() -> None:
     )
     values, _ = quantize(torch.randn(96, 64).to(torch.bfloat16), "mxfp8").operand()
     torch.library.opcheck(stacked_linear, (x, [values], None, "", "mxfp8"), test_utils=checks)
+
+
+def test_a_hub_checkpoint_is_checked_once_it_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+    from safetensors.torch import save_file
+
+    from swapq_vllm.headers import check_downloaded
+
+    snapshot = tmp_path / "models--us--ours" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--us--ours" / "refs").mkdir()
+    (tmp_path / "models--us--ours" / "refs" / "main").write_text("0" * 40)
+    save_file(
+        {"a.weight": torch.zeros(2, 8, dtype=torch.uint8), "a.weight_scales": torch.ones(2, 1)},
+        snapshot / "model.safetensors",
+    )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    ours = config(nvfp4=["a.weight"])
+    ours.maybe_update_config("us/ours")
+    assert ours.to_download == ("us/ours", None)
+    with pytest.raises(CheckpointError, match=r"a\.weight_scale is missing.*a\.weight_scales .* belongs to no weight"):
+        check_downloaded("us/ours", None, ours.formats)
+    check_downloaded("us/absent", None, ours.formats)
