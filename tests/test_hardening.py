@@ -298,7 +298,7 @@ def test_a_move_that_fails_half_way_leaves_the_scales_as_they_were() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         experts._apply(out_of_memory)
-    assert experts.gate_up_proj_global_scale.dtype == torch.float32
+    assert experts.gate_up_proj_fp32_scale.dtype == torch.float32
     assert torch.equal(logits(model), expected)
 
 

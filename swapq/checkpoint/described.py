@@ -13,7 +13,7 @@ from swapq.headers import Folder, read_json
 from swapq.natural import natural_key
 from swapq.recipe import Recipe
 
-__all__ = ["Described", "describe_folder"]
+__all__ = ["Described", "algorithm_format", "compressed_format", "describe_folder"]
 
 _ALGORITHMS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 _CT_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp8-quantized": "mxfp8"}
@@ -81,21 +81,35 @@ def _listed(described: Mapping[str, Any]) -> dict[str, str]:
 def _modelopt(described: Mapping[str, Any], folder: Folder) -> dict[str, str]:
     layers = described.get("quantized_layers")
     if isinstance(layers, dict) and layers:
-        return {f"{name}.weight": _algorithm(entry.get("quant_algo")) for name, entry in layers.items()}
-    fmt = _algorithm(described.get("quant_algo"))
+        return {f"{name}.weight": algorithm_format(entry.get("quant_algo")) for name, entry in layers.items()}
+    fmt = algorithm_format(described.get("quant_algo"))
     return _by_suffix(folder, ".weight_scale", ".weight", fmt)
 
 
 def _compressed(described: Mapping[str, Any], folder: Folder) -> dict[str, str]:
+    return _by_suffix(folder, ".weight_scale", ".weight", compressed_format(described))
+
+
+def compressed_format(described: Mapping[str, Any]) -> str:
+    """Format of a compressed-tensors ``quantization_config``.
+
+    Raises:
+        UnsupportedError: one that swapq does not read.
+    """
     kind = described.get("format")
     if kind not in _CT_FORMATS:
         raise UnsupportedError(
             f"config.json: compressed-tensors format is {kind!r}; swapq reads {', '.join(_CT_FORMATS)}"
         )
-    return _by_suffix(folder, ".weight_scale", ".weight", _CT_FORMATS[kind])
+    return _CT_FORMATS[str(kind)]
 
 
-def _algorithm(name: object) -> str:
+def algorithm_format(name: object) -> str:
+    """Format of a ModelOpt ``quant_algo``.
+
+    Raises:
+        UnsupportedError: one that swapq does not read.
+    """
     fmt = _ALGORITHMS.get(str(name).upper())
     if fmt is None:
         raise UnsupportedError(f"config.json: quant_algo is {name!r}; swapq reads {', '.join(_ALGORITHMS)}")

@@ -17,9 +17,10 @@ from swapq.checkpoint.tensors import module_tensors, rest_names
 from swapq.convert import swapped_modules
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import TensorHeader, read_shard
+from swapq.hf.foreign import ForeignConfig, translated
 from swapq.nn.storage import QuantizedStorage
 
-__all__ = ["fill", "headers_of"]
+__all__ = ["fill", "fill_foreign", "headers_of"]
 
 
 def headers_of(files: Sequence[str]) -> dict[str, tuple[str, TensorHeader]]:
@@ -39,6 +40,45 @@ def headers_of(files: Sequence[str]) -> dict[str, tuple[str, TensorHeader]]:
                 )
             found[name] = (str(file), header)
     return found
+
+
+def fill_foreign(
+    model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]], config: ForeignConfig
+) -> None:
+    """:func:`fill` from a folder of another layout.
+
+    Raises:
+        CheckpointError: as :func:`fill`.
+    """
+    modules = list(swapped_modules(model))
+    with ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt"))
+            for file in sorted({f for f, _ in headers.values()})
+        }
+
+        def read(name: str) -> Tensor:
+            found = _where(name, model, headers)
+            if found is None:
+                raise CheckpointError(f"{name}: missing; the checkpoint is incomplete")
+            return opened[found[0]].get_tensor(found[1].name)
+
+        filled: dict[tuple[int, int], str] = {}
+        for module in modules:
+            dests = dict(module_tensors(module))
+            for weight in module.hub_weights():
+                for name, source in translated(weight, module.spec.weights, config.layout, read).items():
+                    _put(name, _as_stored(source, name, dests[name]), dests[name], filled)
+
+
+def _put(name: str, source: Tensor, dest: Tensor, filled: dict[tuple[int, int], str]) -> None:
+    slot = (dest.data_ptr(), dest.numel())
+    if slot in filled and not torch.equal(dest.cpu(), source):
+        raise CheckpointError(
+            f"{name} differs from {filled[slot]}: gate and up of one expert share one FP32 scale; convert it again from its BF16 source"
+        )
+    filled[slot] = name
+    dest.copy_(source)
 
 
 def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]) -> None:
@@ -74,14 +114,7 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
             if found is None:
                 raise CheckpointError(f"{name}: missing")
             file, header = found
-            source = _as_stored(opened[file].get_tensor(header.name), name, dest)
-            slot = (dest.data_ptr(), dest.numel())
-            if slot in filled and not torch.equal(dest.cpu(), source):
-                raise CheckpointError(
-                    f"{name} differs from {filled[slot]}: gate and up of one expert share one FP32 scale; convert it again"
-                )
-            filled[slot] = name
-            dest.copy_(source)
+            _put(name, _as_stored(opened[file].get_tensor(header.name), name, dest), dest, filled)
 
 
 def _check_rest(model: PreTrainedModel, headers: Mapping[str, object], wanted: set[str]) -> None:

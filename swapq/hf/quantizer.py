@@ -14,42 +14,60 @@ from swapq.convert import apply_plan, convert, swapped_modules
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
 from swapq.hf.config import SwapqConfig
-from swapq.hf.loading import fill, headers_of
+from swapq.hf.foreign import ForeignConfig, recipe_for
+from swapq.hf.loading import fill, fill_foreign, headers_of
 from swapq.plan import plan
+from swapq.recipe import Recipe
 
 __all__ = ["SwapqHfQuantizer", "attach"]
 
 
+@register_quantizer("modelopt")
+@register_quantizer("swapq-foreign")
 @register_quantizer("swapq")
 class SwapqHfQuantizer(HfQuantizer):
     """Loads a quantized checkpoint into modules that hold codes, or converts a plain one after it is loaded."""
 
     requires_calibration = False
-    quantization_config: SwapqConfig
+    quantization_config: SwapqConfig | ForeignConfig
 
     def __init__(self, quantization_config: SwapqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.headers: Mapping[str, tuple[str, TensorHeader]] = {}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        config = self.quantization_config
         if not self.pre_quantized:
+            return model
+        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
+        self.headers = headers_of(files)  # damaged files are named before anything is loaded
+        config = self.quantization_config
+        if isinstance(config, ForeignConfig):
+            listed = _by_format(config.quantized(self.headers), model)
+            recipe = recipe_for(model, {name: fmt for fmt, names in listed.items() for name in names})
+            self._prepare(model, recipe, listed)
             return model
         if config.quantized is None:
             raise CheckpointError(
                 "quantization_config: `quantized`, the list of quantized weights, is missing; convert the checkpoint again"
             )
-        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
-        self.headers = headers_of(files)  # damaged files are named before anything is loaded
-        apply_plan(model, plan(model, config.recipe), check=False)
-        _compare(_strip(config.quantized, model), quantized_names(model))
+        self._prepare(model, config.recipe, _strip(config.quantized, model))
+        return model
+
+    def _prepare(self, model: PreTrainedModel, recipe: Recipe, listed: dict[str, list[str]]) -> None:
+        """Swap the modules of the empty model, for what the list says and nothing else."""
+        apply_plan(model, plan(model, recipe), check=False)
+        _compare(listed, quantized_names(model))
         for module in swapped_modules(model):
             module.allocate()
             module._is_hf_initialized = True  # type: ignore[assignment]  # transformers must not draw random values into codes
         _hide(model)
-        return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if isinstance(self.quantization_config, ForeignConfig):
+            fill_foreign(model, self.headers, self.quantization_config)
+            self.headers = {}
+            attach(model)  # from here on it is a swapq model, also when saved
+            return model
         if not self.pre_quantized:
             convert(model, self.quantization_config.recipe, trainable=self.quantization_config.trainable)
             if self.quantization_config.trainable:
@@ -97,6 +115,13 @@ def _strip(listed: dict[str, list[str]], model: PreTrainedModel) -> dict[str, li
     if model.base_model is not model:
         return listed
     return {fmt: [name.removeprefix(prefix) for name in names] for fmt, names in listed.items()}
+
+
+def _by_format(quantized: Mapping[str, str], model: PreTrainedModel) -> dict[str, list[str]]:
+    listed: dict[str, list[str]] = {}
+    for name, fmt in quantized.items():
+        listed.setdefault(fmt, []).append(name)
+    return _strip(listed, model)
 
 
 def _compare(listed: dict[str, list[str]], planned: dict[str, list[str]]) -> None:

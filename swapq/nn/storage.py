@@ -20,8 +20,12 @@ __all__ = ["QuantizedStorage", "part_names"]
 
 
 def part_names(weight: str) -> dict[str, str]:
-    """Parameter name of each part of the weight called ``weight``: ``gate_up_proj_codes``, ``gate_up_proj_scales``, ..."""
-    return {part: f"{weight}_{part}" for part in ("codes", "scales", "global_scale")}
+    """Parameter name of each part of the weight called ``weight``: ``gate_up_proj_codes``, ``gate_up_proj_scales``, ...
+
+    None ends as a checkpoint's scales do: transformers maps ``gate_proj.weight_global_scale`` to ``gate_up_proj_global_scale``, and
+    would fill a parameter of that name itself.
+    """
+    return {"codes": f"{weight}_codes", "scales": f"{weight}_scales", "global_scale": f"{weight}_fp32_scale"}
 
 
 def _as_kept(given: Tensor, form: Format, part: str, name: str) -> Tensor:

@@ -1,0 +1,155 @@
+"""Quantized checkpoints of others (ModelOpt, compressed-tensors; NVFP4 or MXFP8) opened as swapq models that hold their codes.
+
+ModelOpt folders open by ``from_pretrained`` alone once swapq is imported. transformers has a reader of its own for compressed-tensors, so
+those are opened with ``from_pretrained(folder, config=swapq.hf.foreign_config(folder))``. Saved again, either is of layout ``swapq``.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from swapq import anatomy, formats
+from swapq.anatomy import Anatomy
+from swapq.checkpoint import layouts
+from swapq.checkpoint.described import algorithm_format, compressed_format
+from swapq.checkpoint.layouts.base import stem
+from swapq.errors import CheckpointError
+from swapq.headers import TensorHeader
+from swapq.recipe import Recipe
+
+__all__ = ["ForeignConfig", "foreign_config", "recipe_for", "translated"]
+
+Headers = Mapping[str, tuple[str, TensorHeader]]
+
+
+@register_quantization_config("swapq-foreign")
+class ForeignConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` that another tool wrote, kept as it is until the headers say which weights are quantized."""
+
+    def __init__(self, quant_method: str = "modelopt", **described: Any) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
+        self.described: dict[str, Any] = described.pop("original", None) or {"quant_method": quant_method, **described}
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout."""
+        return str(self.described.get("quant_method"))
+
+    def format_of(self, weight: str) -> str:
+        """Format of a quantized weight.
+
+        Raises:
+            UnsupportedError: an algorithm that swapq does not read.
+        """
+        if self.layout == "compressed-tensors":
+            return compressed_format(self.described)
+        layers = self.described.get("quantized_layers") or {}
+        return algorithm_format(layers.get(stem(weight), {}).get("quant_algo") or self.described.get("quant_algo"))
+
+    def quantized(self, headers: Headers) -> dict[str, str]:
+        """Weight -> format of every weight that has block scales in the files."""
+        names = (stem(name) + ".weight" for name in headers if name.endswith(".weight_scale"))
+        return {name: self.format_of(name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": "swapq-foreign", "original": self.described}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+register_quantization_config("modelopt")(ForeignConfig)
+
+
+def foreign_config(directory: "str | os.PathLike[str]", **kwargs: Any) -> PretrainedConfig:
+    """The config of a quantized folder of another tool, for ``from_pretrained(folder, config=...)`` to open it as a swapq model.
+
+    Raises:
+        CheckpointError: the folder's config claims no quantization of a kind that swapq reads.
+    """
+    config = AutoConfig.from_pretrained(directory, **kwargs)
+    described: Any = getattr(config, "quantization_config", None)
+    if isinstance(described, QuantizationConfigMixin):
+        described = described.to_dict()
+    if not isinstance(described, dict) or described.get("quant_method") not in ("modelopt", "compressed-tensors"):
+        method = described.get("quant_method") if isinstance(described, dict) else None
+        raise CheckpointError(
+            f"{directory}: quant_method is {method!r}; swapq opens modelopt and compressed-tensors folders"
+        )
+    config.quantization_config = {"quant_method": "swapq-foreign", "original": described}
+    return config
+
+
+def recipe_for(model: PreTrainedModel, quantized: Mapping[str, str]) -> Recipe:
+    """The recipe that quantizes exactly the weights in ``quantized``.
+
+    Raises:
+        CheckpointError: a weight that the model does not have, experts of one layer that are quantized in part, or two formats.
+    """
+    found = anatomy.of_model(model)
+    kinds = sorted(set(quantized.values()))
+    if len(kinds) != 1:
+        raise CheckpointError(
+            f"the checkpoint holds {' and '.join(kinds) or 'no'} quantized weights; swapq opens folders of one format"
+        )
+    roles: dict[str, str] = {}
+    kept: dict[str, dict[str, None]] = {}
+    known: set[str] = set()
+    for info in found.tensors:
+        if not info.linear:
+            continue
+        names = found.hub_weights(info)
+        known.update(names)
+        here = sum(name in quantized for name in names)
+        if here and here != len(names):
+            raise CheckpointError(
+                f"{info.name}: {here} of its {len(names)} expert weights are quantized; one layer's experts have one format"
+            )
+        if here:
+            roles[info.role.value] = kinds[0]
+        else:
+            kept.setdefault(info.role.value, {})[_pattern(info.name, found, info)] = None
+    unknown = sorted(set(quantized) - known)
+    if unknown:
+        raise CheckpointError(
+            f"{unknown[0]}: quantized in the files, and no linear or expert of this model ({len(unknown)} such weights)"
+        )
+    patterns = tuple(name for role in roles for name in kept.get(role, ()))
+    return Recipe(
+        name="foreign",
+        weights=roles,
+        activations=kinds[0],
+        backward="dequantized",
+        keep_bf16=patterns,
+        first_layers_bf16=0,
+        last_layers_bf16=0,
+        expert_tp=1,
+    )
+
+
+def _pattern(name: str, found: Anatomy, info: Any) -> str:
+    layout = found.layout_of(info)
+    return layout.prefix if layout is not None else name.removesuffix(".weight")
+
+
+def translated(weight: str, fmt: str, layout: str, read: Any) -> dict[str, Tensor]:
+    """The tensors of one foreign weight under the names of layout ``swapq``.
+
+    Args:
+        read: ``name -> tensor``; raises CheckpointError for a name that is not there.
+    """
+    form = formats.get(fmt)
+    source = layouts.get(layout)
+    wanted = [
+        s.name for s in source.stored(weight, fmt, (form.block, form.block)) if "input" not in s.name.rpartition(".")[2]
+    ]
+    parts = source.decode(weight, fmt, {name: read(name) for name in wanted})
+    scales = parts.scales.view(torch.uint8) if parts.scales.dtype == torch.float8_e8m0fnu else parts.scales
+    scale_2 = None if parts.global_scale is None else parts.global_scale.float().reshape(())
+    return layouts.get("swapq").encode(weight, fmt, parts._replace(scales=scales, global_scale=scale_2))
