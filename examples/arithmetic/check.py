@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 MAX_TOKENS = 6
-# Two correct BF16 programs differ in rounding. This is far above that and far below a real fault: a wrong layout gives 1.
+# Two correct BF16 programs differ in rounding, and now and then a router near a tie makes more of it. These bounds are far
+# above that and far below a real fault: a wrong layout gives a mean of 1 and answers that agree by chance.
 MEAN_TOLERANCE = 0.05
+MIN_SAME = 0.95
 # Logits of 8 to 16 are 0.0625 apart in BF16: two that differ by no more than two such steps are a tie.
 TIE = 0.125
 
@@ -37,8 +39,8 @@ class Agreement:
 
     @property
     def ok(self) -> bool:
-        """Whether every greedy answer agrees and the log-probabilities do within rounding."""
-        return self.same == self.answers and self.mean_difference < MEAN_TOLERANCE
+        """Whether greedy answers and log-probabilities agree within rounding."""
+        return self.same >= MIN_SAME * self.answers and self.mean_difference < MEAN_TOLERANCE
 
 
 def compare_export(directory: Path, prompts: list[str]) -> Agreement:

@@ -16,11 +16,12 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from swapq.checkpoint.export import export
 from swapq.convert import is_converted
+from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
 from swapq_trl.report import SyncReport
 from swapq_trl.selftest import Scores, fixed_scores, require_equal
-from swapq_trl.sending import NamedTensors, plain_model, sent_tensors, with_digests
+from swapq_trl.sending import NamedTensors, as_sent, plain_model, sent_tensors, with_digests
 
 __all__ = ["VLLMGeneration", "is_sharded"]
 
@@ -111,10 +112,11 @@ class VLLMGeneration(_VLLMGeneration):
         ensure_master_addr_port()
         with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
             self.llm = self._build_engine(self._engine_source(Path(folder)))
-            from swapq_vllm.receiver import served_digests
+            from swapq_vllm.receiver import served_tensors
 
             # read while the folder exists: the engine looks its tensors' names up there
-            self._start = (fixed_scores(self.llm), served_digests(self.llm))
+            held = as_sent(plain_model(self.model), served_tensors(self.llm), self._engine_dtype())
+            self._start = (fixed_scores(self.llm), {name: tensor_digest(tensor) for name, tensor in held})
             self.accelerator.wait_for_everyone()
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)

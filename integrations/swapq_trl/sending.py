@@ -16,7 +16,7 @@ from swapq.digest import tensor_digest
 from swapq.errors import UnsupportedError
 from swapq_trl.adapters import Merge, is_adapted, merged
 
-__all__ = ["NamedTensors", "plain_model", "sent_tensors", "with_digests"]
+__all__ = ["NamedTensors", "as_sent", "plain_model", "sent_tensors", "with_digests"]
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -54,9 +54,14 @@ def sent_tensors(
         yield from revert_weight_conversion(plain_model(model), parameters).items()
         return
     with merged(model, merge) as plain:
-        kept = _kept_in_float32(plain)
-        for name, tensor in checkpoint_tensors(plain):
-            yield name, _fresh(name, tensor, dtype, kept)
+        yield from as_sent(plain, checkpoint_tensors(plain), dtype)
+
+
+def as_sent(plain: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
+    """Fresh copies of checkpoint tensors of `plain`, in the dtypes in which they are sent."""
+    kept = _kept_in_float32(plain)
+    for name, tensor in tensors:
+        yield name, _fresh(name, tensor, dtype, kept)
 
 
 def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors:

@@ -94,9 +94,15 @@ def engine_addresses(llm: Any) -> dict[str, int]:
 
 
 def served(llm: Any) -> dict[str, str]:
-    from swapq_vllm.receiver import served_digests
+    """Digests of what the engine holds, BF16 where it was started from FP32 masters."""
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import served_tensors
 
-    return served_digests(llm)
+    def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        widened = tensor.dtype == torch.float32 and not name.endswith("_scale_2")
+        return tensor.to(torch.bfloat16) if widened else tensor
+
+    return {name: tensor_digest(held(name, tensor)) for name, tensor in served_tensors(llm)}
 
 
 def own_digests(model: Any) -> dict[str, str]:
@@ -250,18 +256,22 @@ def drift(built: Any) -> dict[str, Any]:
     """An engine whose log-probabilities change although its weights do not is noticed at the first sync."""
     import swapq_trl.generation as module
 
-    shift = itertools.count()
     honest = module.fixed_scores
 
-    def drifting(llm: Any) -> list[list[float]]:
-        moved = 0.25 * next(shift)
-        return [[value + moved for value in row] for row in honest(llm)]
+    def moved(shifts: Iterator[float]) -> Any:
+        def scores(llm: Any) -> list[list[float]]:
+            shift = next(shifts)
+            return [[value + shift for value in row] for row in honest(llm)]
 
-    module.fixed_scores = drifting
+        return scores
+
+    module.fixed_scores = moved(itertools.repeat(0.25))  # wrong since the first update, and the same ever after
+    since_start = outcome(built.sync_weights)
+    module.fixed_scores = moved(itertools.count(0.0, 0.25))
     noticed = outcome(built.sync_weights)
     refused = outcome(lambda: built.vllm_generation.generate(PROMPTS, None, 1))
     module.fixed_scores = honest
-    return {"noticed": noticed, "refused": refused}
+    return {"since_start": since_start, "noticed": noticed, "refused": refused}
 
 
 def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:

@@ -117,8 +117,9 @@ def test_a_fault_in_a_sync_stops_the_training(faulty: dict[str, Any]) -> None:
 @pytest.mark.vllm
 def test_the_self_test_notices_an_engine_that_changes_under_equal_weights(faulty: dict[str, Any]) -> None:
     result = faulty["self_test"]
-    assert result["noticed"]["error"] == "SyncError"
-    assert "self-test" in result["noticed"]["message"]
+    assert result["since_start"]["error"] == result["noticed"]["error"] == "SyncError"
+    assert "the weights the engine was built from" in result["since_start"]["message"]
+    assert "the same weights were sent twice" in result["noticed"]["message"]
     assert result["refused"]["error"] == "SyncError"
 
 
