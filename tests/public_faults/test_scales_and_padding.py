@@ -86,6 +86,8 @@ def test_03_all_zeros_quantize_to_exact_zeros_beside_anything(case: tuple[str, s
     assert not values[0].any()
     assert not values[1, 1].any()
     assert torch.equal(values.signbit()[0], whole[0].signbit())  # the sign of zero is kept
+    scale = swapq.quantize(whole, case[0], scope=case[1]).global_scale
+    assert scale is None or scale[0].eq(1).all()  # not 0, whose inverse is Inf
 
 
 def test_03_an_expert_of_zeros_and_a_token_of_zeros_give_zeros() -> None:
