@@ -135,10 +135,18 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
     llm = built.vllm_generation.llm
     start = served(llm)
     start_own = own_digests(model)
+    equal_at_sync = []
+    send = built.vllm_generation.sync_weights
+
+    def watched() -> Any:
+        report = send()
+        equal_at_sync.append(served(llm) == own_digests(model))
+        return report
+
+    built.vllm_generation.sync_weights = watched
     built.train()
-    served_equal_after_step: bool | None = None
     first = built.sync_weights()
-    served_equal_after_step = served(llm) == own_digests(model)
+    built.vllm_generation.sync_weights = send
 
     addresses, baseline = engine_addresses(llm), scores(llm)
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -153,7 +161,7 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
     return {
         "start_equal": start == start_own,
         "start_count": len(start),
-        "served_equal": served_equal_after_step,
+        "equal_at_sync": equal_at_sync,
         "history": logged(built),
         "report": [first.seconds, first.bytes, first.tensors, first.verified],
         "expected_bytes": sum(t.nbytes for t in sent(built)),
