@@ -16,6 +16,7 @@ from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint
 import swapq
 from swapq.checkpoint.tensors import checkpoint_tensors
 from swapq.headers import read_folder
+from swapq.nn.storage import part_names
 from tests.helpers.families import qwen_config, qwen_headers, write_folder
 from tests.helpers.models import FAMILIES, prompts, qwen3_moe
 from tests.public_faults.common import EXPERT, MODES, RECIPES, converted, edit, exported, gradients, logits, same_bytes
@@ -208,7 +209,7 @@ def test_10_codes_and_scales_load_as_bytes_or_are_refused(
     recipe: str, part: str, dtype: torch.dtype, good: bool, assign: bool
 ) -> None:
     model, target = converted(recipe, trainable=False), converted(recipe, trainable=False)
-    name = f"model.layers.0.mlp.experts.gate_up_proj_{part}"
+    name = f"model.layers.0.mlp.experts.{part_names('gate_up_proj')[part]}"
     state = model.state_dict()
     given_part = state[name].view(dtype) if dtype.itemsize == state[name].element_size() else state[name].to(dtype)
     if not good:
