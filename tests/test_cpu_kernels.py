@@ -67,6 +67,12 @@ def test_a_shared_amax_gives_the_bytes_of_the_reference(factor: float) -> None:
     assert differing(x, "nvfp4", x.abs().amax().float() * factor) == 0
 
 
+def test_the_compiled_constant_is_the_contracts() -> None:
+    from swapq.kernels import compiled
+
+    assert compiled._ONE_OVER_448.view("uint32") == 0x3B124925
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 40),

@@ -87,6 +87,20 @@ def test_experts_that_are_quantized_in_part_are_refused(tmp_path: Path) -> None:
         opened(folder, "modelopt")
 
 
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_missing_norm_and_a_tensor_too_many_are_refused_by_name(tmp_path: Path, layout: str) -> None:
+    folder = made(tmp_path, "nvfp4-rl", layout)
+    tensors = load_file(folder / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(swapq.SwapqError, match=r"model\.norm\.weight"):
+        opened(folder, layout)
+    tensors |= {"model.norm.weight": norm, "model.layers.0.mlp.experts.2.up_proj.bias": torch.zeros(32)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(swapq.SwapqError, match=r"experts\.2\.up_proj\.bias"):
+        opened(folder, layout)
+
+
 def test_a_plain_folder_has_no_foreign_config(tmp_path: Path) -> None:
     qwen3_moe().save_pretrained(tmp_path)
     with pytest.raises(swapq.SwapqError, match="quant_method is None"):

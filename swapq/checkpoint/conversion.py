@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.serialization._base import parse_size_to_int
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,7 +30,7 @@ from swapq.checkpoint.job import Job, Shard
 from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion
 from swapq.checkpoint.stream import stream
-from swapq.checkpoint.writer import publish, write_json
+from swapq.checkpoint.writer import publish, shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
 from swapq.plan import Plan, plan
@@ -120,7 +119,7 @@ def convert_checkpoint(
     src, dst = Path(source), Path(destination)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise UnsupportedError(f"workers is {workers!r}; give a number from 1")
-    job = Job.of(plan(src, recipe), read_folder(src), layouts.get(layout), _bytes(max_shard_size))
+    job = Job.of(plan(src, recipe), read_folder(src), layouts.get(layout), shard_bytes(max_shard_size))
     check_folders(src, dst)
     if not overwrite and is_complete(job, dst):
         record = read_json(dst / RECORD_NAME)
@@ -146,16 +145,6 @@ def convert_checkpoint(
         _finish(job, dst, state, config)
     shutil.rmtree(scratch)
     return Conversion(job.plan, dict(state.shards), False, len(done), left_out, job.memory_bound(workers))
-
-
-def _bytes(size: "int | str") -> int:
-    try:
-        found = size if isinstance(size, int) else parse_size_to_int(size)
-    except ValueError as error:
-        raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from error
-    if found < 1:
-        raise UnsupportedError(f"max_shard_size is {size!r}; give at least one byte")
-    return found
 
 
 def _config(job: Job) -> dict[str, Any]:

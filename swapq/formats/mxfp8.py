@@ -8,9 +8,9 @@ from torch import Tensor
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.bits import e4m3_cast, e8m0_ceil, e8m0_inverse, e8m0_value
 
-__all__ = ["MXFP8"]
+__all__ = ["MXFP8", "ONE_OVER_448"]
 
-_ONE_OVER_448 = 0.0022321429569274187  # bits 0x3B124925
+ONE_OVER_448 = 0.0022321429569274187  # bits 0x3B124925
 
 
 class MXFP8(Format):
@@ -26,9 +26,9 @@ class MXFP8(Format):
 
     def quantize(self, x: Tensor, *, scope: str = "block", axis: int = -1, amax: Tensor | None = None) -> Parts:
         if axis == -2:
-            scales = e8m0_ceil(self._grouped(x, -2).abs().amax(-2).float() * _ONE_OVER_448)
+            scales = e8m0_ceil(self._grouped(x, -2).abs().amax(-2).float() * ONE_OVER_448)
         else:
-            scales = e8m0_ceil(x.unflatten(-1, (-1, self.block)).abs().amax(-1).float() * _ONE_OVER_448)
+            scales = e8m0_ceil(x.unflatten(-1, (-1, self.block)).abs().amax(-1).float() * ONE_OVER_448)
         codes = e4m3_cast(x.float() * self._spread(e8m0_inverse(scales), axis, x.shape[-2] if x.dim() > 1 else 1))
         return Parts(codes, scales)
 

@@ -21,9 +21,10 @@ from swapq.checkpoint.described import algorithm_format, compressed_format
 from swapq.checkpoint.layouts.base import stem
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
+from swapq.nn.storage import QuantizedStorage
 from swapq.recipe import Recipe
 
-__all__ = ["ForeignConfig", "foreign_config", "recipe_for", "translated"]
+__all__ = ["ForeignConfig", "foreign_config", "recipe_for", "stored_names", "translated"]
 
 Headers = Mapping[str, tuple[str, TensorHeader]]
 
@@ -136,6 +137,13 @@ def recipe_for(model: PreTrainedModel, quantized: Mapping[str, str]) -> Recipe:
 def _pattern(name: str, found: Anatomy, info: Any) -> str:
     layout = found.layout_of(info)
     return layout.prefix if layout is not None else name.removesuffix(".weight")
+
+
+def stored_names(module: QuantizedStorage, layout: str) -> list[str]:
+    """Names of every tensor that the layout stores for one swapped module's weights."""
+    fmt = module.spec.weights
+    block = formats.get(fmt).block
+    return [s.name for weight in module.hub_weights() for s in layouts.get(layout).stored(weight, fmt, (block, block))]
 
 
 def translated(weight: str, fmt: str, layout: str, read: Any) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from swapq.checkpoint.tensors import module_tensors, rest_names
 from swapq.convert import swapped_modules
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import TensorHeader, read_shard
-from swapq.hf.foreign import ForeignConfig, translated
+from swapq.hf.foreign import ForeignConfig, stored_names, translated
 from swapq.nn.storage import QuantizedStorage
 
 __all__ = ["fill", "fill_foreign", "headers_of"]
@@ -51,6 +51,8 @@ def fill_foreign(
         CheckpointError: as :func:`fill`.
     """
     modules = list(swapped_modules(model))
+    _check_rest(model, headers, {name for module in modules for name in stored_names(module, config.layout)})
+    _check_devices([(name, dest) for module in modules for name, dest in module_tensors(module)])
     with ExitStack() as stack:
         opened = {
             file: stack.enter_context(safe_open(file, framework="pt"))
@@ -97,12 +99,7 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
             f"the checkpoint lacks {len(missing)} quantized tensors that its config lists: {_some(missing)}"
         )
     _check_rest(model, headers, {name for name, _ in wanted})
-    offloaded = [name for name, dest in wanted if dest.is_meta]
-    if offloaded:
-        raise UnsupportedError(
-            f"{offloaded[0]}: its module is on disk by the device_map, and codes are not offloaded while loading; give it a device, or "
-            "load without a device_map and call accelerate's disk_offload"
-        )
+    _check_devices(wanted)
     filled: dict[tuple[int, int], str] = {}
     with ExitStack() as stack:
         opened = {
@@ -115,6 +112,15 @@ def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
                 raise CheckpointError(f"{name}: missing")
             file, header = found
             _put(name, _as_stored(opened[file].get_tensor(header.name), name, dest), dest, filled)
+
+
+def _check_devices(wanted: Sequence[tuple[str, Tensor]]) -> None:
+    offloaded = [name for name, dest in wanted if dest.is_meta]
+    if offloaded:
+        raise UnsupportedError(
+            f"{offloaded[0]}: its module is on disk by the device_map, and codes are not offloaded while loading; give it a device, or "
+            "load without a device_map and call accelerate's disk_offload"
+        )
 
 
 def _check_rest(model: PreTrainedModel, headers: Mapping[str, object], wanted: set[str]) -> None:

@@ -7,12 +7,15 @@ pieces that stay in the first-level cache and have no branches, so that they vec
 import numba
 import numpy as np
 
+from swapq.formats.mxfp8 import ONE_OVER_448
+
 __all__ = ["amax", "mxfp8", "nvfp4"]
 
 F, U = np.float32, np.uint32
 _jit = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 
 _PIECE = 4096
+_ONE_OVER_448 = F(ONE_OVER_448)
 _F32_MAX = F(np.finfo(np.float32).max)
 _SUBNORMAL = F(16384.0)  # adding 2^14 rounds to multiples of 2^-9, E4M3's subnormal step, nearest even
 _SUBNORMAL_BITS = U(0x46800000)
@@ -128,7 +131,7 @@ def mxfp8(bits: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
                 largest = max(largest, word[b * 32 + j] & U(0x7FFFFFFF))
             top[b] = largest
         for b in range(blocks):
-            wanted[b] = block_amax[b] * F(0.002232142724096775)
+            wanted[b] = block_amax[b] * _ONE_OVER_448
         for b in range(blocks):
             u = wanted_bits[b]
             exponent, mantissa = u >> U(23), u & U(0x7FFFFF)
