@@ -65,7 +65,7 @@ def converted(source: Path, recipe: str) -> Any:
     overrides = {"last_layers_bf16": 0} if name == "nvfp4-rl" and not default else {}
     swapq.convert(model, name, **overrides)
     round_as_served(model)  # as the trainers of swapq_trl do
-    return model
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")  # where vLLM runs too
 
 
 def sample(directory: Path, prompts: list[list[int]], seed: int) -> list[dict[str, Any]]:
