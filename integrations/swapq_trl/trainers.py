@@ -197,28 +197,6 @@ class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
 
     _tag_names = [*_GRPOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it
 
-    def _match_policies(self) -> None:
-        """What a converted model needs for trainer, engine and reference to be policies of one recipe."""
-        if not is_converted(self.model):
-            return
-        reference = getattr(self, "ref_model", None)
-        if is_sharded(self.accelerator):
-            if reference is not None and not is_converted(reference):
-                logger.warning(
-                    "the reference model is sharded already and stays unconverted: the KL term compares a quantized policy "
-                    "with a BF16 reference"
-                )
-            return  # a sharded model's mixed precision rounds every parameter itself
-        models = [self.model]
-        if reference is not None:  # TRL loads it afresh, from the unconverted folder
-            reference = self.accelerator.unwrap_model(reference)
-            if not is_converted(reference):
-                convert(reference, recipe_of(self.model))
-            models.append(reference)
-        if self.accelerator.mixed_precision == "bf16":
-            for model in models:
-                round_as_served(model)
-
     def _check_config(self, config: Any) -> None:
         corrected = config.vllm_importance_sampling_correction
         if config.loss_type == "vespo" and corrected and not config.vllm_importance_sampling_mode.startswith("token"):
