@@ -2,8 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 PY := $(VENV)/bin/python
-# The demonstration and the tests use tiny models: more threads make them slower, not faster.
-OMP_NUM_THREADS ?= 2
+# The demonstration and the tests use tiny models: a second thread gains little, and beside other work its barriers cost a lot.
+OMP_NUM_THREADS ?= 1
 export VENV PYTHON OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help

@@ -35,7 +35,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         done = subprocess.run(
             [sys.executable, "-m", "tests.trl.jobs", name, str(answer), json.dumps(arguments)],
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": "2", **os.environ, **ENVIRONMENT, "TMPDIR": str(folder)},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT, "TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
