@@ -134,7 +134,7 @@ def test_a_row_that_is_not_finite_shows_it_and_touches_no_other(bad: float) -> N
         assert differing(values[others], expected[-1][others]) == 0
 
 
-@pytest.mark.parametrize(("value", "bits"), [(mxfp8._ONE_OVER_448, 0x3B124925), (nvfp4.ONE_SIXTH, 0x3E2AAAAB)])
+@pytest.mark.parametrize(("value", "bits"), [(mxfp8.ONE_OVER_448, 0x3B124925), (nvfp4.ONE_SIXTH, 0x3E2AAAAB)])
 def test_constants_have_the_contracts_bits(value: float, bits: int) -> None:
     assert struct.unpack("<I", struct.pack("<f", value)) == (bits,)
     assert struct.unpack("<f", struct.pack("<f", value)) == (value,)
