@@ -46,7 +46,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
 }
 MEASURE = """
-import json, resource, sys, time
+import json, sys, time
 def io():
     return {k: int(v) for k, v in (line.split(": ") for line in open("/proc/self/io"))}
 before, start = io(), time.perf_counter()
@@ -56,7 +56,7 @@ print("RESULT " + json.dumps({
     "seconds": time.perf_counter() - start,
     "read": after["rchar"] - before["rchar"],
     "written": after["wchar"] - before["wchar"],
-    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    "peak": 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))),
 }))
 """
 SWAPQ = """
