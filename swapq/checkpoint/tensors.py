@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
+from swapq.checkpoint.layouts.swapq import describe
 from swapq.convert import is_converted, plan_of, swapped_modules
 from swapq.errors import UnsupportedError
 from swapq.headers import read_folder
@@ -178,13 +179,7 @@ def quantized_names(model: nn.Module) -> dict[str, list[str]]:
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
     """``config.json: quantization_config`` of a converted model: the recipe and the exact list of quantized weights."""
-    return {
-        "quant_method": "swapq",
-        "version": 1,
-        "layout": "swapq",
-        "recipe": plan_of(model).recipe.to_dict(),
-        "quantized": quantized_names(model),
-    }
+    return describe(plan_of(model), quantized_names(model))
 
 
 def named_tensors(source: "nn.Module | str | os.PathLike[str]") -> Iterator[tuple[str, Tensor]]:
