@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from swapq.checkpoint.tensors import quantized_names, saved_state
+from swapq.checkpoint.tensors import quantization_config, quantized_names, saved_state
 from swapq.convert import apply_plan, convert, swapped_modules
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
@@ -96,17 +96,11 @@ class SwapqHfQuantizer(HfQuantizer):
 
 def attach(model: PreTrainedModel) -> None:
     """Make ``save_pretrained`` of a model that holds codes write them, with the config that loads them again."""
-    config = SwapqConfig(**_described(model))
+    config = SwapqConfig(**quantization_config(model))
     model.config.quantization_config = config
     model.hf_quantizer = SwapqHfQuantizer(config, pre_quantized=True)  # type: ignore[assignment]
     model.is_quantized = True  # type: ignore[assignment]
     model.quantization_method = "swapq"  # type: ignore[assignment]
-
-
-def _described(model: PreTrainedModel) -> dict[str, Any]:
-    from swapq.checkpoint.tensors import quantization_config
-
-    return quantization_config(model)
 
 
 def _strip(listed: dict[str, list[str]], model: PreTrainedModel) -> dict[str, list[str]]:
