@@ -1,0 +1,84 @@
+"""FP8 block (DeepSeek-V3 style): E4M3 codes, one FP32 scale per 128x128 of a weight or per 1x128 of a row (contract section 7)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from swapq.errors import FormatError
+from swapq.formats.base import Format, Operand, Parts
+from swapq.formats.bits import E4M3_MAX, e4m3_cast
+
+__all__ = ["FP8Block"]
+
+_FLOOR = 1e-10
+
+
+class FP8Block(Format):
+    """``codes [..., M, K]`` float8_e4m3fn; ``scales`` float32: ``[..., ceil(M/128), ceil(K/128)]`` (tile scope), ``[..., M, ceil(K/128)]``
+    (row scope), ``[..., ceil(M/128), K]`` (row scope, column-wise). Blocks at the edges may be partial.
+
+    A stack of equal halves (gate above up) whose length 128 does not divide has tiles of its own in each half: ``2 * ceil(M/2/128)`` rows
+    of scales.
+    """
+
+    name = "fp8_block"
+    block = 128
+    tile_rows = 128
+    partial_blocks = True
+    scopes = ("tile", "row")
+    default_scope = "tile"
+    row_scope = "row"
+    axes = (-1, -2)
+    suffixes: ClassVar[dict[str, str]] = {"codes": "weight", "scales": "weight_scale_inv"}
+    dtypes: ClassVar[dict[str, torch.dtype]] = {"codes": torch.float8_e4m3fn, "scales": torch.float32}
+
+    def check(self, x: Tensor, *, scope: str, axis: int, name: str = "tensor") -> None:
+        super().check(x, scope=scope, axis=axis, name=name)
+        if scope == "tile" and axis != -1:
+            raise FormatError(f"{self.name} of {name}: a square tile has no axis; leave `axis` out, or use scope 'row'")
+
+    def quantize(self, x: Tensor, *, scope: str = "tile", axis: int = -1, amax: Tensor | None = None) -> Parts:
+        blocks = self._grouped(x.abs(), axis).amax(axis)
+        if scope == "tile":
+            blocks = self._grouped(blocks, -2).amax(-2)
+        scales = blocks.float().clamp(min=_FLOOR)
+        scales = torch.div(scales, torch.full_like(scales, E4M3_MAX))
+        inverse = torch.div(torch.ones_like(scales), scales)
+        return Parts(e4m3_cast(x.float() * self._spread(inverse, x.shape, scope, axis)), scales)
+
+    def dequantize(self, parts: Parts, *, scope: str = "tile", axis: int = -1) -> Tensor:
+        return parts.codes.float() * self._spread(parts.scales, parts.codes.shape, scope, axis)
+
+    def operand(self, parts: Parts, *, scope: str = "tile", axis: int = -1) -> Operand:
+        """Codes as BF16, and one scale per row and 128 elements of K, which multiplies that slice's sum.
+
+        Column-wise codes come transposed: their blocks run along what a weight gradient sums over.
+        """
+        values, scales = parts.codes.to(torch.bfloat16), parts.scales
+        if axis == -2:
+            return Operand(values.transpose(-1, -2), scales.transpose(-1, -2))
+        return Operand(values, self.row_scales(scales, values.shape[-2]) if scope == "tile" else scales)
+
+    def part_shapes(self, shape: tuple[int, ...], *, scope: str = "tile", axis: int = -1) -> dict[str, tuple[int, ...]]:
+        *lead, m, k = shape if len(shape) > 1 else (1, *shape)
+        down, across = -(-m // self.block), -(-k // self.block)
+        scales = (down, across) if scope == "tile" else (down, k) if axis == -2 else (m, across)
+        return {"codes": tuple(shape), "scales": (*lead, *scales) if len(shape) > 1 else scales[-1:]}
+
+    def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
+        return tuple(codes.shape)
+
+    def row_scales(self, scales: Tensor, rows: int) -> Tensor:
+        """``[..., tiles, n] -> [..., rows, n]``: the scale of each row's tile."""
+        count = -(-rows // self.block)
+        if scales.shape[-2] in (count, rows):
+            return scales if scales.shape[-2] == rows else scales.repeat_interleave(self.block, -2)[..., :rows, :]
+        halves = scales.unflatten(-2, (2, -1))
+        return self.row_scales(halves, rows // 2).flatten(-3, -2)
+
+    def _spread(self, scales: Tensor, shape: torch.Size, scope: str, axis: int) -> Tensor:
+        if axis == -2:
+            return scales.repeat_interleave(self.block, -2)[..., : shape[-2], :]
+        wide = scales.repeat_interleave(self.block, -1)[..., : shape[-1]]
+        return self.row_scales(wide, shape[-2]) if scope == "tile" else wide
