@@ -94,6 +94,10 @@ class Format(ABC):
         each = self.part_shapes((m // stacked, k), scope=self.default_scope)
         return whole | {part: (*lead, stacked * each[part][0], *each[part][1:]) for part in ("codes", "scales")}
 
+    def may_vanish(self, parts: Parts) -> bool:
+        """Whether some block scale is so small that a non-zero block may have become zeros; :meth:`underflowed_blocks` counts them."""
+        return False
+
     def underflowed_blocks(self, x: Tensor, parts: Parts, *, scope: str, axis: int) -> int:
         """How many non-zero blocks of ``x`` dequantize to all zeros (contract section 0)."""
         alive = self._block_any(x != 0, scope, axis)

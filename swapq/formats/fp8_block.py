@@ -9,8 +9,9 @@ from swapq.errors import FormatError
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.bits import E4M3_MAX, e4m3_cast
 
-__all__ = ["FP8Block"]
+__all__ = ["BLOCK", "FP8Block"]
 
+BLOCK = 128
 _FLOOR = 1e-10
 
 
@@ -23,8 +24,7 @@ class FP8Block(Format):
     """
 
     name = "fp8_block"
-    block = 128
-    tile_rows = 128
+    block = tile_rows = BLOCK
     partial_blocks = True
     scopes = ("tile", "row")
     default_scope = "tile"
@@ -66,16 +66,24 @@ class FP8Block(Format):
         scales = (down, across) if scope == "tile" else (down, k) if axis == -2 else (m, across)
         return {"codes": tuple(shape), "scales": (*lead, *scales) if len(shape) > 1 else scales[-1:]}
 
+    def may_vanish(self, parts: Parts) -> bool:
+        return bool((parts.scales <= _FLOOR / E4M3_MAX * 1.01).any())
+
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return tuple(codes.shape)
 
     def row_scales(self, scales: Tensor, rows: int) -> Tensor:
         """``[..., tiles, n] -> [..., rows, n]``: the scale of each row's tile."""
-        count = -(-rows // self.block)
-        if scales.shape[-2] in (count, rows):
-            return scales if scales.shape[-2] == rows else scales.repeat_interleave(self.block, -2)[..., :rows, :]
-        halves = scales.unflatten(-2, (2, -1))
-        return self.row_scales(halves, rows // 2).flatten(-3, -2)
+        if scales.shape[-2] == rows:
+            return scales
+        sections = self.sections(scales, rows)
+        if sections == 1:
+            return scales.repeat_interleave(self.block, -2)[..., :rows, :]
+        return self.row_scales(scales.unflatten(-2, (sections, -1)), rows // sections).flatten(-3, -2)
+
+    def sections(self, scales: Tensor, rows: int) -> int:
+        """In how many equal parts the ``rows`` that these tile scales cover were quantized: 1, or 2 where gate stands above up."""
+        return 1 if scales.shape[-2] == -(-rows // self.block) else 2
 
     def _spread(self, scales: Tensor, shape: torch.Size, scope: str, axis: int) -> Tensor:
         if axis == -2:

@@ -53,6 +53,9 @@ class INT4(Format):
         *lead, k = shape
         return {"codes": (*lead, k // 2), "scales": (*lead, k // self.block)}
 
+    def may_vanish(self, parts: Parts) -> bool:
+        return bool((parts.scales <= _FLOOR * 1.01).any())
+
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return tuple(codes.shape) if codes.dtype == torch.int8 else (*codes.shape[:-1], codes.shape[-1] * 2)
 

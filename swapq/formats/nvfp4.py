@@ -87,6 +87,9 @@ class NVFP4(Format):
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return (*codes.shape[:-1], codes.shape[-1] * 2)
 
+    def may_vanish(self, parts: Parts) -> bool:
+        return bool((parts.scales.view(torch.uint8) == 0).any())
+
     @staticmethod
     def scope_amax(x: Tensor, scope: str = "tensor") -> Tensor:
         """float32 amax over the scope: per row, or per leading index (an expert). A scope without elements has amax 0."""

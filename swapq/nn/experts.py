@@ -23,6 +23,9 @@ from swapq.qtensor import QTensor
 __all__ = ["SwapqExperts"]
 
 
+_SCOPES = {"nvfp4": "one scale per token", "nvfp4_tile": "one scale for all tokens", "bf16": "as they are"}
+
+
 class SwapqExperts(QuantizedStorage):
     """What ``swapq.convert`` makes of an experts module; made in place, never constructed.
 
@@ -82,10 +85,16 @@ class SwapqExperts(QuantizedStorage):
     def _weight(self, name: str) -> QTensor:
         if not self.trainable:
             return self._stored(name)
-        return self._frozen_or(
-            name,
-            lambda: quantize_weight(whole(getattr(self, name)), self.spec.weights, transposed=self.spec.transposed),
-        )
+        return self._frozen_or(name, lambda: self._quantize(name))
+
+    def _quantize(self, name: str) -> QTensor:
+        master, spec = whole(getattr(self, name)), self.spec
+        return quantize_weight(master, spec.weights, transposed=spec.transposed, stacked=self._stacked(name))
+
+    def _stacked(self, name: str) -> int:
+        """Matrices above each other in one expert's rows: gate and up, except where a family interleaves them."""
+        layout = self.swapq_layout
+        return 2 if name == self.up_name and layout.gated and not layout.interleaved else 1
 
     def freeze(self) -> None:
         """Replace the masters by codes and scales (``trainable=False``)."""
@@ -96,7 +105,7 @@ class SwapqExperts(QuantizedStorage):
 
     def allocate(self) -> None:
         for name in self.weight_names():
-            self._allocate(name, self.spec.weights, transposed=self.spec.transposed)
+            self._allocate(name, self.spec.weights, transposed=self.spec.transposed, stacked=self._stacked(name))
         self.trainable = False
         self.requires_grad_(False)
 
@@ -131,7 +140,7 @@ class SwapqExperts(QuantizedStorage):
 
     def extra_repr(self) -> str:
         layout, state = self.swapq_layout, f"backward={self.spec.backward}" if self.trainable else "codes only"
-        scope = "one scale per token" if self.spec.activations == "nvfp4" else "blocks"
+        scope = _SCOPES.get(self.spec.activations, "blocks")
         return (
             f"experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}, {self.spec.weights}, "
             f"activations={self.spec.activations} ({scope}), {state}"

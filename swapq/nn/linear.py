@@ -22,7 +22,7 @@ def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: 
     """``x [..., K]`` through a quantized weight ``[N, K]``: the forward that trainer and engine share. BF16 ``[..., N]``."""
     values, scale = weight.operand()
     stack = FrozenExpertLinear(
-        values[None], None if scale is None else scale.reshape(1), activations, None if bias is None else bias[None]
+        values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]
     )
     return _through(stack, x)
 
