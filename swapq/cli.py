@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -255,8 +256,8 @@ def recipes(as_json: Json = False) -> None:
     for column in ("recipe", "weights", "activations", "backward", "BF16 exceptions"):
         table.add_column(column, overflow="fold")
     for r in made:
-        weights = ", ".join(f"{role} {fmt}" for role, fmt in r.weights.items()) or "bf16"
-        table.add_row(r.name, weights, r.activations, r.backward, _exceptions(r))
+        activations = r.activations if isinstance(r.activations, str) else _by_role(r.activations)
+        table.add_row(r.name, _by_role(r.weights) or "bf16", activations, r.backward, _exceptions(r))
     for name, what in planned().items():
         table.add_row(name, f"planned, not in this version: {what}", style="dim")
     stdout.print(table)
@@ -286,6 +287,10 @@ def doctor(as_json: Json = False) -> None:
         stdout.print(table)
     if any(f.status == "gap" for f in findings):
         raise typer.Exit(1)
+
+
+def _by_role(formats: Mapping[str, str]) -> str:
+    return ", ".join(f"{role} {fmt}" for role, fmt in formats.items())
 
 
 def _exceptions(recipe: Any) -> str:

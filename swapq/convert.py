@@ -73,7 +73,8 @@ def _forget_old_quantization(model: nn.Module) -> None:
 def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool = True) -> M:
     """Carry out a plan of ``model``. ``check=False`` leaves values alone (a model on the meta device)."""
     recipe = the_plan.recipe
-    formats = {entry.name: entry.format for entry in the_plan if entry.format != "bf16"}
+    entries = {entry.name: entry for entry in the_plan if entry.format != "bf16"}
+    formats = {name: entry.format for name, entry in entries.items()}
     modules = dict(model.named_modules())
     fused = {
         f"{layout.prefix}.{name}": layout
@@ -94,7 +95,7 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
 
     done: set[str] = set()
     for name, fmt in formats.items():
-        spec = LinearSpec(fmt, recipe.activations, recipe.backward)
+        spec = LinearSpec(fmt, recipe.activations_of(entries[name].role), recipe.backward)
         if name not in fused:
             owner = name.removesuffix(".weight")
             SwapqLinear.adopt(modules[owner], spec, the_plan.anatomy.hub_name(name))

@@ -8,7 +8,7 @@ import pytest
 
 from swapq.anatomy import NEVER_QUANTIZED, Role
 from swapq.errors import RecipeError, SwapqError
-from swapq.recipe import Recipe, names, planned
+from swapq.recipe import BACKWARD_MODES, FORMATS, Recipe, names, planned
 
 
 def test_the_named_recipes_are_those_of_the_design_table():
@@ -62,7 +62,12 @@ def test_a_recipe_that_names_a_role_that_is_never_quantized_is_refused_with_the_
         ({"weights": {"routed_experts": "int4"}}, "planned, not in this version"),
         ({"weights": {"routed_experts": 4}}, "no format"),
         ({"weights": "nvfp4"}, "expected a mapping"),
-        ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "mixes mxfp8 and nvfp4"),
+        ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "set activations to {'attention': 'mxfp8'"),
+        ({"activations": {"routed_experts": "mxfp8"}}, "both operands have one format"),
+        ({"activations": {}}, "weight-only"),
+        ({"activations": {"router": "nvfp4"}}, "always stays BF16"),
+        ({"activations": {"routed_experts": "fp4"}}, "did you mean 'nvfp4'"),
+        ({"activations": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "attention weights are bf16"),
         ({"activations": "bf16"}, "weight-only"),
         ({"activations": "mxfp8"}, "both operands have one format"),
         ({"activations": "fp4"}, "did you mean 'nvfp4'"),
@@ -111,6 +116,49 @@ def test_mxfp8_has_three_backward_modes_and_nvfp4_two():
         assert Recipe.named("nvfp4-rl", backward=backward).backward == backward
 
 
+MIXED = {"routed_experts": "nvfp4", "attention": "mxfp8", "dense_mlp": "mxfp8"}
+
+
+def mixed(**changes):
+    fields = {"name": "mixed", "weights": MIXED, "activations": MIXED, "backward": "dequantized"}
+    return Recipe.from_dict(fields | changes)
+
+
+def test_a_recipe_may_give_roles_different_formats_each_with_its_own_rows():
+    recipe = mixed()
+    assert recipe.formats == ("mxfp8", "nvfp4")
+    assert {role: recipe.activations_of(role) for role in recipe.weights} == MIXED
+    assert recipe.activations_of("shared_experts") == recipe.activations_of("router") == "bf16"
+    assert mixed(activations=dict(reversed(list(MIXED.items())))) == recipe
+    with pytest.raises(TypeError):
+        recipe.activations["attention"] = "nvfp4"
+
+
+def test_a_mapping_that_says_one_format_equals_that_format():
+    recipe = Recipe.named("nvfp4-rl", activations={"routed_experts": "nvfp4", "attention": "bf16"})
+    assert recipe == Recipe.named("nvfp4-rl")
+    assert recipe.activations == "nvfp4"
+    assert recipe.id == Recipe.named("nvfp4-rl").id
+
+
+def test_a_mixed_recipe_has_the_backward_modes_that_all_its_formats_have():
+    for backward in ("high_precision", "dequantized"):
+        assert mixed(backward=backward).backward == backward
+    with pytest.raises(
+        RecipeError, match=r"routed_experts weights are nvfp4: .*stochastic rounding.*'high_precision' or"
+    ):
+        mixed(backward="low_precision")
+    with pytest.raises(RecipeError, match="choose 'high_precision' or 'dequantized'"):
+        mixed(backward="bf16")
+
+
+def test_every_format_of_the_table_says_what_it_has_not():
+    for fmt, rule in FORMATS.items():
+        assert set(rule.activations) <= FORMATS.keys(), fmt
+        assert set(rule.backward) <= set(BACKWARD_MODES), fmt
+        assert not set(rule.backward) & set(rule.refused), fmt
+
+
 def test_a_role_given_bf16_equals_a_role_left_out():
     full = {"routed_experts": "nvfp4", "shared_experts": "bf16"}
     assert Recipe.named("nvfp4-rl", weights=full) == Recipe.named("nvfp4-rl")
@@ -131,9 +179,10 @@ def test_dots_at_the_ends_of_a_pattern_mean_nothing_and_repeats_are_dropped():
     )
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl"])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl", "mixed"])
 def test_a_recipe_survives_json_pickle_and_copies(name):
-    recipe = Recipe.named(name, keep_bf16=["layers.*.mlp"], first_layers_bf16=1)
+    changes = {"keep_bf16": ["layers.*.mlp"], "first_layers_bf16": 1}
+    recipe = mixed(**changes) if name == "mixed" else Recipe.named(name, **changes)
     for other in (
         Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))),
         pickle.loads(pickle.dumps(recipe)),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from swapq.anatomy.names import role_of
 from swapq.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -126,7 +127,12 @@ class SwapqConfig(QuantizationConfig):
             )
             self._claim(names.values())
             method = SwapqExpertsMethod(
-                moe, prefix=prefix, fmt=fmt, activations=self.activations, expert_tp=self.expert_tp, names=names
+                moe,
+                prefix=prefix,
+                fmt=fmt,
+                activations=self.activations_of(next(iter(names.values()))),
+                expert_tp=self.expert_tp,
+                names=names,
             )
             return self._mine(method)
         if isinstance(layer, LinearBase):
@@ -139,9 +145,15 @@ class SwapqConfig(QuantizationConfig):
                     f"{prefix}: quantization_config lists it as {fmt}; linears outside routed experts run in mxfp8 only"
                 )
             linear_names = {shard: name for shard, name in shards_of.items() if name is not None}
+            activations = {self.activations_of(name) for name in linear_names.values()}
+            if len(activations) > 1:
+                raise UnsupportedError(
+                    f"{prefix}: the recipe gives the rows of its parts {' and '.join(sorted(activations))}; one layer of the engine "
+                    "quantizes its rows once, so give all parts one format and export again"
+                )
             self._claim(linear_names.values())
             return self._mine(
-                SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=self.activations, names=linear_names)
+                SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=activations.pop(), names=linear_names)
             )
         if isinstance(layer, VocabParallelEmbedding):
             return self._mine(Bf16EmbeddingMethod())
@@ -167,9 +179,10 @@ class SwapqConfig(QuantizationConfig):
                 "routers, embeddings and the LM head are never quantized, and other names must be the model's own"
             )
 
-    @property
-    def activations(self) -> str:
-        return self.recipe.get("activations", "bf16")
+    def activations_of(self, weight: str) -> str:
+        """Format of the rows in front of a listed weight, by its checkpoint name."""
+        given: str | Mapping[str, str] = self.recipe.get("activations", "bf16")
+        return given if isinstance(given, str) else given.get(role_of(weight), "bf16")
 
     @property
     def expert_tp(self) -> int:

@@ -12,6 +12,7 @@ from swapq.checkpoint.verify import Verification, verify
 from swapq.checkpoint.writer import write_text
 from swapq.errors import CheckpointError
 from swapq.headers import read_folder
+from swapq.recipe import Recipe
 
 __all__ = ["model_card", "write_card"]
 
@@ -82,7 +83,7 @@ def _body(
     if described.recipe is not None:
         r = described.recipe
         lines += [
-            f"Recipe `{r.name}`: activations `{r.activations}`, first layers in BF16: {r.first_layers_bf16}, last layers in BF16: "
+            f"Recipe `{r.name}`: activations {_activations(r)}, first layers in BF16: {r.first_layers_bf16}, last layers in BF16: "
             f"{r.last_layers_bf16}, also kept: {', '.join(r.keep_bf16) or 'nothing more'}, expert tensor-parallel size {r.expert_tp}.",
             "",
         ]
@@ -105,6 +106,12 @@ def _body(
     if command:
         lines += ["## How it was made", "", "```", command, "```", ""]
     return lines
+
+
+def _activations(recipe: Recipe) -> str:
+    if isinstance(recipe.activations, str):
+        return f"`{recipe.activations}`"
+    return ", ".join(f"`{recipe.activations_of(role)}` before {role}" for role in recipe.weights)
 
 
 def _count(described: Described, fmt: str) -> str:

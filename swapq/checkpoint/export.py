@@ -2,22 +2,29 @@
 
 import copy
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swapq.checkpoint.record import RECORD_NAME
+from swapq import formats
+from swapq.checkpoint import layouts
+from swapq.checkpoint.layouts import Layout
+from swapq.checkpoint.record import RECORD_NAME, exported, read_record
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
+from swapq.convert import plan_of
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import read_json
 
-__all__ = ["LAYOUTS", "export"]
+__all__ = ["export"]
 
-LAYOUTS = ("swapq",)
+#: what goes before new shards come, the config first
+_REPLACES = ("config.json", "hf_quant_config.json", RECORD_NAME)
 
 
 def export(
@@ -32,7 +39,8 @@ def export(
     Args:
         model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
         directory: made if missing; an earlier export in it is replaced.
-        layout: ``"swapq"``.
+        layout: one of :func:`swapq.checkpoint.layouts.names`. The folder holds the bytes that ``convert_checkpoint`` makes of the same
+            weights; the layouts of other tools come with ``swapq.json``, which keeps the recipe.
         max_shard_size: bytes, or a string such as ``"5GB"``.
 
     Raises:
@@ -40,15 +48,18 @@ def export(
         FormatError: a master that is not finite, by name.
         CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model.
     """
-    if layout not in LAYOUTS:
-        raise UnsupportedError(f"layout {layout!r} is not one that swapq writes; choose one of {', '.join(LAYOUTS)}")
+    target = layouts.get(layout)
     root, folder = base_model(model), Path(directory)
     if not isinstance(root, PreTrainedModel):
         raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
-    described = quantization_config(root)
+    the_plan = plan_of(root)
+    described = quantization_config(root) if layout == "swapq" else target.quantization_config(the_plan)
+    extra_files = target.extra_files(the_plan)
     _check_destination(folder)
-    with ShardWriter(folder, max_shard_size, replaces=("config.json", RECORD_NAME)) as writer:
+    with ShardWriter(folder, max_shard_size, replaces=_REPLACES) as writer:
         tensors: Any = checkpoint_tensors(root)
+        if layout != "swapq":
+            tensors = _relaid(tensors, the_plan.quantized, target)
         for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
             writer.add(name, tensor)
     if root.can_generate() and root.generation_config is not None:
@@ -61,18 +72,47 @@ def export(
         part.pop("quantization_config", None)
         part.pop("compression_config", None)
     content["quantization_config"] = described
+    for name, extra in extra_files.items():
+        write_json(folder / name, extra)
     write_json(folder / "config.json", content)
+    if layout != "swapq":
+        write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
+
+
+def _relaid(
+    tensors: Iterable[tuple[str, Tensor]], quantized: Mapping[str, str], layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of layout ``swapq`` as another layout stores them, each weight when its last part has come."""
+    ours = layouts.get("swapq")
+    owners = {
+        stored.name: weight
+        for weight, fmt in quantized.items()
+        for stored in ours.stored(weight, fmt, (formats.get(fmt).block,) * 2)
+    }
+    missing = Counter(owners.values())
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        weight = owners.get(name)
+        if weight is None:
+            yield name, tensor
+            continue
+        parts.setdefault(weight, {})[name] = tensor.cpu()
+        missing[weight] -= 1
+        if not missing[weight]:
+            fmt = quantized[weight]
+            yield from layout.encode(weight, fmt, ours.decode(weight, fmt, parts.pop(weight))).items()
 
 
 def _check_destination(folder: Path) -> None:
     """Refuse to replace what is no export: the source's weights, which may be mapped or the only copy, most of all."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name a directory to export to")
-    if (folder / "hf_quant_config.json").exists():
+    ours = folder.is_dir() and read_record(folder) is not None
+    if (folder / "hf_quant_config.json").exists() and not ours:
         raise CheckpointError(
             f"{folder}: hf_quant_config.json describes another checkpoint, and readers would believe it; choose another directory"
         )
-    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+    if not ours and (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
         entry = read_json(folder / "config.json").get("quantization_config")
         method = entry.get("quant_method") if isinstance(entry, dict) else None
         if method != "swapq":

@@ -3,7 +3,6 @@
 It raises nothing about the folder: every fault is a line in ``problems``.
 """
 
-import hashlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -16,19 +15,17 @@ from rich.progress import track
 from torch import Tensor
 
 from swapq import formats
-from swapq.anatomy import Role
+from swapq.anatomy.names import role_of
 from swapq.checkpoint import layouts
 from swapq.checkpoint.described import Described, describe_folder, folder_path
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record, sha256_of
 from swapq.checkpoint.source import SourceFiles
 from swapq.errors import SwapqError
 from swapq.headers import Folder, TensorHeader, read_folder
 
 __all__ = ["Verification", "verify"]
-
-_HASH_BUFFER = 1 << 22
 
 
 @dataclass
@@ -203,16 +200,8 @@ def _hashes(folder: Folder, report: Verification, progress: bool) -> None:
             report.problems.append(f"{name}: recorded in {RECORD_NAME} and missing")
         elif path.stat().st_size != said.get("bytes"):
             report.problems.append(f"{name}: {path.stat().st_size} bytes, {RECORD_NAME} records {said.get('bytes')}")
-        elif _sha256(path) != said.get("sha256"):
+        elif sha256_of(path) != said.get("sha256"):
             report.problems.append(f"{name}: its SHA-256 is not the one that {RECORD_NAME} records; the file changed")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_BUFFER):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _values(
@@ -230,7 +219,7 @@ def _values(
         known.items(), "Reading scales", transient=True, disable=not progress, console=_stderr()
     ):
         fmt = described.quantized[weight]
-        report.tensors[weight] = {"role": _role(weight).value, "format": fmt}
+        report.tensors[weight] = {"role": role_of(weight).value, "format": fmt}
         tensors = {s.name: _read(folder.tensors[s.name], files) for s in stored[1:]}
         for name, tensor in tensors.items():
             fault = _scale_fault(name, tensor)
@@ -275,16 +264,6 @@ def _scale_fault(name: str, tensor: Tensor) -> str | None:
 def _pair_key(weight: str) -> str | None:
     head, _, leaf = weight.removesuffix(".weight").rpartition(".")
     return head if leaf in ("gate_proj", "up_proj", "w1", "w3") and ".experts." in f".{head}." else None
-
-
-def _role(weight: str) -> Role:
-    """Role of a quantized weight by its name: only four roles are ever quantized."""
-    parts = weight.split(".")
-    if "experts" in parts:
-        return Role.routed_experts
-    if any(p in ("shared_expert", "shared_experts") for p in parts):
-        return Role.shared_experts
-    return Role.attention if any("attn" in p for p in parts) else Role.dense_mlp
 
 
 def _totals(folder: Folder, described: Described, layout: Layout, report: Verification) -> None:

@@ -1,12 +1,13 @@
 """Layout ``swapq``: ModelOpt's tensor names, E8M0 as uint8, the recipe and the exact list of quantized weights in the config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from swapq import formats
 from swapq.checkpoint.layouts.base import Layout, Stored, part_shapes, stem
+from swapq.errors import CheckpointError
 from swapq.formats import Parts
 from swapq.plan import Plan
 
@@ -34,6 +35,20 @@ class SwapqLayout(Layout):
         for name, fmt in plan.quantized.items():
             listed.setdefault(fmt, []).append(name)
         return describe(plan, listed)
+
+    def quantized(self, described: Mapping[str, Any], scaled: Sequence[str]) -> dict[str, str]:
+        groups = described.get("quantized")
+        if not isinstance(groups, dict) or not all(isinstance(v, list) for v in groups.values()):
+            raise CheckpointError(
+                "config.json: quantization_config has no `quantized`, the list of quantized weights by format"
+            )
+        found: dict[str, str] = {}
+        for fmt, names in groups.items():
+            for name in names:
+                if name in found:
+                    raise CheckpointError(f"config.json: {name} is listed as {found[name]} and as {fmt}")
+                found[name] = fmt
+        return found
 
 
 def describe(plan: Plan, quantized: Mapping[str, list[str]]) -> dict[str, Any]:
