@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -245,22 +244,16 @@ def card(
 
 @app.command()
 def recipes(as_json: Json = False) -> None:
-    """List the named recipes."""
-    from swapq.recipe import Recipe, names, planned
+    """List the named recipes, and which pairs of training and rollout are supported."""
+    from swapq.cli_recipes import as_dict, tables
+    from swapq.recipe import Recipe, names
 
     made = [Recipe.named(name) for name in names()]
     if as_json:
-        typer.echo(json.dumps({"recipes": [r.to_dict() for r in made], "planned": planned()}, indent=1))
+        typer.echo(json.dumps(as_dict(made), indent=1))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("recipe", "weights", "activations", "backward", "BF16 exceptions"):
-        table.add_column(column, overflow="fold")
-    for r in made:
-        activations = r.activations if isinstance(r.activations, str) else _by_role(r.activations)
-        table.add_row(r.name, _by_role(r.weights) or "bf16", activations, r.backward, _exceptions(r))
-    for name, what in planned().items():
-        table.add_row(name, f"planned, not in this version: {what}", style="dim")
-    stdout.print(table)
+    for table in tables(made):
+        stdout.print(table)
 
 
 @app.command()
@@ -287,23 +280,6 @@ def doctor(as_json: Json = False) -> None:
         stdout.print(table)
     if any(f.status == "gap" for f in findings):
         raise typer.Exit(1)
-
-
-def _by_role(formats: Mapping[str, str]) -> str:
-    return ", ".join(f"{role} {fmt}" for role, fmt in formats.items())
-
-
-def _exceptions(recipe: Any) -> str:
-    said = [
-        f"{what} {_amount(n)}"
-        for what, n in (("first", recipe.first_layers_bf16), ("last", recipe.last_layers_bf16))
-        if n
-    ]
-    return ", ".join([*said, *recipe.keep_bf16]) or "none"
-
-
-def _amount(value: int | float) -> str:
-    return f"{value} layers" if isinstance(value, int) else f"{value:.0%} of layers"
 
 
 def main() -> None:

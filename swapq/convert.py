@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from swapq.anatomy import ExpertsLayout
 from swapq.errors import PlanError, UnsupportedError
+from swapq.formats import get
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.functional import LinearSpec
 from swapq.nn.gather import whole
@@ -154,7 +155,7 @@ def _pair(modules: dict[str, nn.Module], layout: ExpertsLayout, formats: dict[st
     """Gate and up of one expert share their FP32 scale."""
     for expert in range(layout.num_experts):
         gate, up = (modules.get(f"{layout.prefix}.{expert}.{name}") for name in (layout.hub_gate, layout.hub_up))
-        if isinstance(gate, SwapqLinear) and isinstance(up, SwapqLinear) and gate.spec.weights == "nvfp4":
+        if isinstance(gate, SwapqLinear) and isinstance(up, SwapqLinear) and get(gate.spec.weights).shares_scale:
             gate.pair_with(up)
 
 

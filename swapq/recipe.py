@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from swapq.anatomy.role import QUANTIZABLE, Role
 from swapq.errors import RecipeError
+from swapq.named_recipes import NAMED
 from swapq.recipe_rules import (
     BACKWARD_MODES,
     FORMATS,
     Weights,
     check_backward,
     check_sides,
+    check_tokens_apart,
     checked_activations,
     checked_layers,
     checked_patterns,
@@ -28,7 +29,7 @@ from swapq.recipe_rules import (
     nearest,
 )
 
-__all__ = ["BACKWARD_MODES", "FORMATS", "Recipe", "Weights", "names", "planned"]
+__all__ = ["BACKWARD_MODES", "FORMATS", "Recipe", "Weights", "names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +44,14 @@ class Recipe:
         activations: format that rows are quantized to in front of a quantized weight: one for all, or role -> format where roles
             differ. ``FORMATS`` says which may stand before which weights.
         backward: arithmetic of the gradients: ``low_precision``, ``high_precision``, ``dequantized``, or ``bf16`` where no weight
-            is quantized. Every format of ``weights`` must have the mode.
+            is quantized, or where training is BF16 and the weights' format is the rollout's alone. Every format of ``weights`` must have
+            the mode.
         keep_bf16: patterns of tensors that stay BF16, matched on whole dotted parts anywhere in a name; ``*`` is a wildcard
             inside one part.
         first_layers_bf16: decoder layers at the start that stay BF16: a count, or a fraction below 1.
         last_layers_bf16: the same at the end.
         expert_tp: tensor-parallel size of the experts in the engine; one NVFP4 row scale spans ``intermediate / expert_tp``.
+        force_rollout: serve a policy that should not be rolled out (``nvfp4-pretrain``) all the same.
 
     Raises:
         RecipeError: a value that is not one, or a combination that is refused.
@@ -62,6 +65,7 @@ class Recipe:
     first_layers_bf16: int | float = 0
     last_layers_bf16: int | float = 0
     expert_tp: int = 1
+    force_rollout: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -73,19 +77,22 @@ class Recipe:
             object.__setattr__(self, field, checked_layers(field, getattr(self, field)))
         if type(self.expert_tp) is not int or self.expert_tp < 1:
             raise RecipeError(f"expert_tp is {self.expert_tp!r}, expected a whole number of at least 1")
+        if not isinstance(self.force_rollout, bool):
+            raise RecipeError(f"force_rollout is {self.force_rollout!r}, expected true or false")
         check_sides(weights, self.backward)
         object.__setattr__(self, "activations", checked_activations(weights, self.activations))
         check_backward(weights, self.backward)
+        check_tokens_apart(weights, self.expert_tp)
 
     @classmethod
     def named(cls, name: str, **overrides: Any) -> Self:
         """The recipe called ``name`` with some fields replaced: ``Recipe.named("nvfp4-rl", last_layers_bf16=4)``.
 
         Raises:
-            RecipeError: an unknown name or field, a recipe of a later version, or a refused value.
+            RecipeError: an unknown name or field, or a refused value.
         """
-        if not isinstance(name, str) or (name not in _NAMED and name not in _LATER):
-            raise RecipeError(f"unknown recipe {name!r}{nearest(str(name), _NAMED)}; there are {', '.join(_NAMED)}")
+        if not isinstance(name, str) or name not in NAMED:
+            raise RecipeError(f"unknown recipe {name!r}{nearest(str(name), NAMED)}; there are {', '.join(NAMED)}")
         return cls.from_dict({"name": name, **overrides})
 
     @classmethod
@@ -112,7 +119,7 @@ class Recipe:
         Where ``name`` is a named recipe, fields left out are that recipe's: ``{"name": "nvfp4-rl", "last_layers_bf16": 4}``.
 
         Raises:
-            RecipeError: an unknown or missing key, a recipe of a later version, or a refused value.
+            RecipeError: an unknown or missing key, or a refused value.
         """
         if not isinstance(fields, Mapping):
             raise RecipeError(f"fields of a recipe are {type(fields).__name__}, expected a dict")
@@ -125,11 +132,7 @@ class Recipe:
         if "name" not in fields:
             raise RecipeError("a recipe needs a name")
         name = fields["name"]
-        if isinstance(name, str) and name in _LATER:
-            raise RecipeError(
-                f"recipe {name!r} ({_LATER[name]}) is planned, not in this version; there are {', '.join(_NAMED)}"
-            )
-        return cls(**{**(_NAMED.get(name, {}) if isinstance(name, str) else {}), **fields})
+        return cls(**{**(NAMED.get(name, {}) if isinstance(name, str) else {}), **fields})
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields replaced and everything checked again.
@@ -140,7 +143,8 @@ class Recipe:
         return self.from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values of every field."""
+        """Plain JSON values of every field; ``force_rollout`` only where it is set."""
+        forced = {"force_rollout": True} if self.force_rollout else {}
         return {
             "name": self.name,
             "weights": dict(self.weights),
@@ -150,7 +154,7 @@ class Recipe:
             "first_layers_bf16": self.first_layers_bf16,
             "last_layers_bf16": self.last_layers_bf16,
             "expert_tp": self.expert_tp,
-        }
+        } | forced
 
     @property
     def id(self) -> str:
@@ -173,6 +177,40 @@ class Recipe:
         """Formats other than ``bf16`` that the recipe gives to weights, sorted."""
         return tuple(sorted(set(self.weights.values())))
 
+    @property
+    def matched(self) -> bool:
+        """Whether trainer and rollout engine compute one policy. False where training is BF16 and the rollout is not."""
+        return not self.weights or self.backward != "bf16"
+
+    @property
+    def policies(self) -> str:
+        """Both sides in words: ``training bf16, rollout fp8_block: two different policies``."""
+        served = " + ".join(self.formats) or "bf16"
+        if self.matched:
+            return f"training and rollout {served}: one policy"
+        return f"training bf16, rollout {served}: two different policies"
+
+    @property
+    def no_rollout(self) -> str:
+        """Why an engine must not serve this policy, or empty: nothing speaks against it, or ``force_rollout`` is set."""
+        reasons = (FORMATS[fmt].no_rollout for fmt in self.formats)
+        return "" if self.force_rollout else next((reason for reason in reasons if reason), "")
+
+    def require_rollout(self, what: str) -> None:
+        """Refuse to give an engine what it should not serve.
+
+        Args:
+            what: what was about to be done, as the start of the message.
+
+        Raises:
+            RecipeError: with the reason.
+        """
+        if self.no_rollout:
+            raise RecipeError(
+                f"{what}: recipe {self.name!r} is not for rollouts: {self.no_rollout}; train and save masters with save_pretrained, "
+                "use 'nvfp4-rl' for RL, or set force_rollout=True in the recipe"
+            )
+
     @staticmethod
     def layer_count(value: int | float, num_layers: int) -> int:
         """Layers meant by a count or a fraction of ``num_layers``, rounded to nearest (halves up): 0.15 of 48 is 7."""
@@ -181,35 +219,7 @@ class Recipe:
 
 def names() -> list[str]:
     """Names that :meth:`Recipe.named` knows."""
-    return list(_NAMED)
-
-
-def planned() -> dict[str, str]:
-    """Names of recipes that are designed but not in this version, with what they are."""
-    return dict(_LATER)
-
-
-_NAMED: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "mxfp8-rl": {
-        "weights": {role.value: "mxfp8" for role in QUANTIZABLE},
-        "activations": "mxfp8",
-        "backward": "low_precision",
-    },
-    "nvfp4-rl": {
-        "weights": {Role.routed_experts.value: "nvfp4"},
-        "activations": "nvfp4",
-        "backward": "dequantized",
-        "last_layers_bf16": 0.15,
-    },
-}
-
-_LATER: dict[str, str] = {
-    "fp8-block-rl": "FP8 with 128x128 weight blocks and 1x128 activation blocks on both sides",
-    "fp8-rollout": "BF16 training, FP8-block rollout",
-    "int4-qat": "INT4 routed experts, fake-quantized in training",
-    "nvfp4-pretrain": "NVFP4 with stochastic rounding and a random Hadamard transform, not for RL",
-}
+    return list(NAMED)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swapq import formats
 from swapq.anatomy.role import NEVER_QUANTIZED, QUANTIZABLE, Role
 from swapq.errors import RecipeError
 
@@ -20,6 +21,7 @@ __all__ = [
     "Weights",
     "check_backward",
     "check_sides",
+    "check_tokens_apart",
     "checked_activations",
     "checked_layers",
     "checked_patterns",
@@ -36,28 +38,46 @@ class FormatRule:
         activations: formats that the rows in front of such weights may have.
         backward: backward modes that the format has (contract section 5).
         refused: backward mode that it has not -> the reason.
+        no_rollout: why an engine should not serve such weights, or empty. ``force_rollout`` of a recipe overrules it.
     """
 
     activations: tuple[str, ...]
     backward: tuple[str, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
+    no_rollout: str = ""
+
+
+_THREE = ("low_precision", "high_precision", "dequantized")
+_INT4 = FormatRule(
+    activations=("bf16",),
+    backward=("high_precision", "dequantized"),
+    refused={"low_precision": "its activations are BF16, so nothing is gained by quantizing gradients"},
+)
 
 
 #: format of weights that a recipe of this version can ask for -> what may go together with it
 FORMATS: Mapping[str, FormatRule] = {
     "bf16": FormatRule(activations=("bf16",), backward=("bf16",)),
-    "mxfp8": FormatRule(activations=("mxfp8",), backward=("low_precision", "high_precision", "dequantized")),
+    "mxfp8": FormatRule(activations=("mxfp8",), backward=_THREE),
     "nvfp4": FormatRule(
         activations=("nvfp4",),
         backward=("high_precision", "dequantized"),
         refused={
             "low_precision": "quantizing gradients to 4 bits needs stochastic rounding and a Hadamard transform, which belong to "
-            "pretraining"
+            "pretraining (recipe 'nvfp4-pretrain')"
         },
     ),
+    # "bf16": the one format whose rollout beside BF16 training is an established practice, so it is allowed and labelled
+    "fp8_block": FormatRule(activations=("fp8_block",), backward=("bf16", *_THREE)),
+    "int4": _INT4,
+    "int4_g32": _INT4,
+    "nvfp4_tile": FormatRule(
+        activations=("nvfp4_tile",),
+        backward=_THREE,
+        no_rollout="its activations share one scale over all tokens of a batch, so a token's log-probability depends on its neighbours, "
+        "and trainer and engine batch differently",
+    ),
 }
-#: formats of recipes that are designed but not in this version
-LATER_FORMATS = ("fp8_block", "int4")
 BACKWARD_MODES = ("bf16", "low_precision", "high_precision", "dequantized")
 _PART = re.compile(r"[A-Za-z0-9_*\-]+")
 _ROLES = tuple(role.value for role in QUANTIZABLE)
@@ -111,8 +131,6 @@ def _by_role(name: str, value: object) -> Weights:
             raise RecipeError(
                 f"{name} names {role!r}, no role{nearest(str(role), _ROLES)}; roles with a format are {', '.join(_ROLES)}"
             )
-        if fmt in LATER_FORMATS:
-            raise RecipeError(f"{name}[{str(role)!r}] is {fmt!r}, a format that is planned, not in this version")
         if not isinstance(fmt, str) or fmt not in FORMATS:
             raise RecipeError(
                 f"{name}[{str(role)!r}] is {fmt!r}, no format{nearest(str(fmt), FORMATS)}; formats are {', '.join(FORMATS)}"
@@ -158,6 +176,10 @@ def _check_pair(role: str, weights: str, activations: str, every: Weights) -> No
     expected = {r: FORMATS[f].activations[0] for r, f in every.items()}
     same = set(expected.values())
     advice = f"set activations to {next(iter(same))!r}" if len(same) == 1 else f"set activations to {expected}"
+    if FORMATS[weights].activations == ("bf16",):
+        raise RecipeError(
+            f"{role} weights are {weights}, a weight-only format, and their activations {activations}: rows stay bf16; {advice}"
+        )
     if activations == "bf16":
         raise RecipeError(
             f"{role} weights are {weights} and their activations bf16 (weight-only): no recipe of this version computes that on both "
@@ -169,13 +191,14 @@ def _check_pair(role: str, weights: str, activations: str, every: Weights) -> No
 
 
 def check_sides(weights: Weights, backward: object) -> None:
-    """Refuse BF16 training of a quantized policy: the one combination that trains, and quietly trains another policy.
+    """Refuse BF16 training of a quantized policy, which trains, and quietly trains another policy; except where ``FORMATS`` allows it.
 
     Raises:
         RecipeError: it is asked for.
     """
-    if weights and backward == "bf16":
-        fmt = sorted(set(weights.values()))[0]
+    alone = sorted({fmt for fmt in weights.values() if "bf16" not in FORMATS[fmt].backward})
+    if alone and backward == "bf16":
+        fmt = alone[0]
         modes = [mode for mode in BACKWARD_MODES if all(mode in FORMATS[f].backward for f in weights.values())]
         raise RecipeError(
             f"weights are {fmt} and backward is 'bf16', which is BF16 training with {fmt.upper()} rollout: the trainer would score "
@@ -206,6 +229,20 @@ def check_backward(weights: Weights, backward: object) -> None:
                 else "no mode exists for all of its formats"
             )
             raise RecipeError(f"backward is {backward!r} and {role} weights are {fmt}: {reason}; {advice}")
+
+
+def check_tokens_apart(weights: Weights, expert_tp: int) -> None:
+    """A scale over all tokens cannot be cut into one per slice of an expert.
+
+    Raises:
+        RecipeError: ``expert_tp`` above 1 beside such a format.
+    """
+    for role, fmt in weights.items():
+        if expert_tp > 1 and formats.get(fmt).row_scope == "tensor":
+            raise RecipeError(
+                f"expert_tp is {expert_tp} and {role} weights are {fmt}, whose activations share one scale over all tokens; "
+                "set expert_tp to 1"
+            )
 
 
 def checked_patterns(value: object) -> tuple[str, ...]:

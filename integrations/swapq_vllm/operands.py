@@ -24,7 +24,7 @@ class Operands:
     @staticmethod
     def _of(parts: Parts, fmt: str) -> tuple[Tensor, Tensor | None]:
         form = formats.get(fmt)
-        return form.operand(parts, scope=form.default_scope, axis=-1)
+        return form.operand(form.loaded(parts), scope=form.default_scope, axis=-1)
 
     def refresh(self, parts: Parts) -> None:
         """Take over new codes and scales."""

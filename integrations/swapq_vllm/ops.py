@@ -32,7 +32,7 @@ def _operand(weight: list[Tensor], stored: str) -> Operand:
     if not stored:
         return Operand(weight[0], weight[1] if len(weight) > 1 else None)
     form = formats.get(stored)
-    return form.operand(Parts(*weight), scope=form.default_scope, axis=-1)
+    return form.operand(form.loaded(Parts(*weight)), scope=form.default_scope, axis=-1)
 
 
 @torch.library.custom_op("swapq::routed_experts", mutates_args=())
@@ -55,7 +55,8 @@ def routed_experts(
         topk_weights, topk_ids: ``[T, k]``, global expert ids.
         expert_map: global to local id, -1 for another rank's expert; None where all are here.
         gate_up, down: see ``stored``.
-        stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]``. A format's name: codes, scales, FP32 scale.
+        stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]`` or ``[E, N, ceil(K/128)]``. A format's name: codes, scales,
+            FP32 scale, as they are stored.
         activations: format of the rows.
         act, gated: the gate.
     """
@@ -93,7 +94,7 @@ def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored:
     """``x [..., K]`` through one quantized linear, BF16 ``[..., N]``. Weights as in :func:`routed_experts`, without the expert axis."""
     values, scale = _operand(weight, stored)
     linear = FrozenExpertLinear(
-        values[None], None if scale is None else scale.reshape(1), activations, None if bias is None else bias[None]
+        values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]
     )
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     return linear(rows, Routing.single(rows.shape[0], x.device), gather=False).unflatten(0, x.shape[:-1])

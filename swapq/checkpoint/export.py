@@ -44,6 +44,7 @@ def export(
         max_shard_size: bytes, or a string such as ``"5GB"``.
 
     Raises:
+        RecipeError: a recipe that is not for rollouts.
         UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
         FormatError: a master that is not finite, by name.
         CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model.
@@ -53,6 +54,7 @@ def export(
     if not isinstance(root, PreTrainedModel):
         raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
     the_plan = plan_of(root)
+    the_plan.recipe.require_rollout("export writes what engines serve")
     described = quantization_config(root) if layout == "swapq" else target.quantization_config(the_plan)
     extra_files = target.extra_files(the_plan)
     _check_destination(folder)

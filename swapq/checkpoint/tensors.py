@@ -62,7 +62,7 @@ def _expert_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
     for expert in range(layout.num_experts):
         for projection in layout.projections:
             weight = layout.hub_weight(expert, projection)
-            side = {"gate": 0, "up": 1}.get(projection, None) if layout.gated else None
+            side = {"gate": 0, "up": 1}.get(projection) if layout.gated else None
             for part, tensor in (down if projection == "down" else first).items():
                 size = half if part == "scales" else layout.intermediate
                 rows = slice(None) if side is None else slice(side * size, (side + 1) * size)

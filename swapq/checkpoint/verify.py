@@ -27,6 +27,11 @@ from swapq.headers import Folder, TensorHeader, read_folder
 
 __all__ = ["Verification", "verify"]
 
+#: codes that share one element of a packed tensor
+_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
+#: what a module may hold beside its weight without being a parameter
+_BESIDE = ("input_scale", "input_global_scale", "weight_shape")
+
 
 @dataclass
 class Verification:
@@ -111,7 +116,7 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
             continue
         stored = _promised(weight, fmt, folder, layout)
         if stored is None:
-            name = layout.stored(weight, fmt, (16, 32))[0].name
+            name = layout.stored(weight, fmt, (128, 128))[0].name
             report.problems.append(f"{name}: listed as {fmt} and missing")
             continue
         owned.update(s.name for s in stored)
@@ -129,11 +134,12 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
 
 
 def _promised(weight: str, fmt: str, folder: Folder, layout: Layout) -> list[Stored] | None:
-    codes = folder.tensors.get(layout.stored(weight, fmt, (16, 32))[0].name)
+    form = formats.get(fmt)
+    codes = folder.tensors.get(layout.stored(weight, fmt, (128, 128))[0].name)
     if codes is None or len(codes.shape) != 2:
         return None
-    matrix = (codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1))
-    if matrix[1] % formats.get(fmt).block:
+    matrix = (codes.shape[0], codes.shape[1] * _PER_ELEMENT.get(codes.dtype, 1))
+    if matrix[1] % form.block and not form.partial_blocks:
         return None
     return layout.stored(weight, fmt, matrix)
 
@@ -155,7 +161,14 @@ def _differs(promised: Stored, header: TensorHeader | None) -> str | None:
 def _looks_quantized(name: str, header: TensorHeader) -> bool:
     low = header.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
     return (low and len(header.shape) >= 2) or name.endswith(
-        (".weight_scale", ".weight_scale_2", ".weight_global_scale")
+        (
+            ".weight_scale",
+            ".weight_scale_2",
+            ".weight_global_scale",
+            ".weight_scale_inv",
+            ".weight_packed",
+            ".weight_shape",
+        )
     )
 
 
@@ -252,12 +265,15 @@ def _scale_fault(name: str, tensor: Tensor) -> str | None:
     if tensor.dtype == torch.uint8 or tensor.dtype == torch.float8_e8m0fnu:
         bad = int((tensor.view(torch.uint8) == 255).sum())
         return f"{name}: {bad} scales are NaN (E8M0 byte 255)" if bad else None
+    if name.endswith(".weight_shape"):
+        return None
     values = tensor.float()
     bad = int((~torch.isfinite(values)).sum())
     if bad:
         return f"{name}: {bad} of {values.numel()} scales are not finite"
-    if tensor.dtype == torch.float32 and bool((values <= 0).any()):
-        return f"{name}: the FP32 scale is {values.flatten()[0].item():g}; a scale is above zero"
+    if tensor.dtype in (torch.float32, torch.bfloat16) and bool((values <= 0).any()):
+        kind = "FP32" if tensor.dtype == torch.float32 else "BF16"
+        return f"{name}: the {kind} scale is {values[values <= 0][0].item():g}; a scale is above zero"
     return None
 
 
@@ -272,8 +288,8 @@ def _totals(folder: Folder, described: Described, layout: Layout, report: Verifi
     for name, header in folder.tensors.items():
         codes = name if name in owned else name.removesuffix("_packed")
         if codes in owned:
-            parameters += math.prod(header.shape) * (2 if header.dtype == torch.uint8 else 1)
-        elif not _looks_quantized(name, header) and not name.endswith(("input_scale", "input_global_scale")):
+            parameters += math.prod(header.shape) * _PER_ELEMENT.get(header.dtype, 1)
+        elif not _looks_quantized(name, header) and not name.endswith(_BESIDE):
             parameters += math.prod(header.shape)
     report.totals |= {
         "layout": described.layout,

@@ -1,7 +1,5 @@
 """Formats: what bits mean. ``get("nvfp4")`` is the one way in; a new format joins the table below."""
 
-import torch
-
 from swapq.errors import FormatError
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.fp8_block import FP8Block
@@ -9,13 +7,11 @@ from swapq.formats.int4 import INT4
 from swapq.formats.mxfp8 import MXFP8
 from swapq.formats.nvfp4 import NVFP4
 
-__all__ = ["Format", "Operand", "Parts", "get", "is_fp32_scale", "names", "with_block"]
+__all__ = ["Format", "Operand", "Parts", "get", "is_scale", "names", "with_block"]
 
 _ALL: tuple[Format, ...] = (MXFP8(), NVFP4(), FP8Block(), INT4(), INT4(32), NVFP4(tile=True))
 _FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
-_FP32_SCALES = tuple(
-    {f".{f.suffixes[part]}" for f in _ALL for part, dtype in f.dtypes.items() if dtype == torch.float32}
-)
+_SCALES = tuple({f".{suffix}" for f in _ALL for part, suffix in f.suffixes.items() if part != "codes"})
 
 
 def get(name: str) -> Format:
@@ -52,6 +48,6 @@ def with_block(name: str, block: int | None) -> Format:
     return siblings[block]
 
 
-def is_fp32_scale(name: str) -> bool:
-    """Whether a checkpoint name is that of a float32 scale, whose bits no dtype conversion may touch."""
-    return name.endswith(_FP32_SCALES)
+def is_scale(name: str) -> bool:
+    """Whether a checkpoint name is that of a scale, whose bits no dtype conversion may touch."""
+    return name.endswith(_SCALES)

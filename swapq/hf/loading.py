@@ -183,10 +183,10 @@ def _as_stored(source: Tensor, name: str, dest: Tensor) -> Tensor:
         raise CheckpointError(
             f"{name}: holds a block scale below zero or NaN, which no quantizer writes; the file is damaged"
         )
-    if source.dtype == torch.float32 and not (torch.isfinite(source) & (source > 0)).all():
-        raise CheckpointError(
-            f"{name}: the FP32 scale is {source.flatten()[0].item()}; a scale is finite and above zero"
-        )
+    if source.dtype in (torch.float32, torch.bfloat16) and not (torch.isfinite(source) & (source > 0)).all():
+        bad = source[~(torch.isfinite(source) & (source > 0))][0].item()
+        kind = "FP32" if source.dtype == torch.float32 else "BF16"
+        raise CheckpointError(f"{name}: the {kind} scale is {bad}; a scale is finite and above zero")
     return source
 
 

@@ -6,7 +6,7 @@ the expert block that the rollout engine calls.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,12 @@ class SwapqExperts(QuantizedStorage):
     Attributes:
         swapq_layout: names, shapes and order of the fused parameters.
         spec: formats and backward mode of both linears.
+        plain: the class that the module had. Training in BF16 beside a quantized rollout runs its forward.
         expert_tp: slices of the inner length with row scales of their own.
     """
 
     swapq_layout: ExpertsLayout
+    plain: type[nn.Module]
     expert_tp: int
     family_gate: Callable[[nn.Module, Tensor], Tensor] | None
 
@@ -55,12 +57,23 @@ class SwapqExperts(QuantizedStorage):
             raise UnsupportedError(
                 f"{layout.prefix}: gate and up are interleaved, but {type(module).__name__} has no gate of its own"
             )
+        plain = type(module)
         module.__class__ = cls
         self = cast(SwapqExperts, module)
+        self.plain = plain
         self.swapq_layout, self.family_gate, self.trainable = layout, family_gate, True
         self.spec, self.expert_tp = replace(spec, transposed=layout.transposed), expert_tp
         self._init_storage()
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a method that the plain forward calls
+            method = getattr(self.__dict__.get("plain"), name, None)
+            if method is None:
+                raise
+            return method.__get__(self, type(self))
 
     @property
     def up_name(self) -> str:
@@ -126,6 +139,8 @@ class SwapqExperts(QuantizedStorage):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[T, H]``, integer ``[T, k]``, ``[T, k]`` -> ``[T, H]`` in the dtype of ``hidden_states``."""
+        if self.trains_in_bf16:
+            return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
         with torch.autocast(hidden_states.device.type, enabled=False):
             out = expert_block(
                 hidden_states,

@@ -38,7 +38,7 @@ class LinearSpec:
     Attributes:
         weights: format of the weight.
         activations: format of the rows, or ``"bf16"``.
-        backward: ``"low_precision"``, ``"high_precision"`` or ``"dequantized"``.
+        backward: ``"low_precision"``, ``"high_precision"`` or ``"dequantized"``; ``"bf16"`` where training does not quantize.
         transposed: the master is stored ``[E, K, N]`` (gpt-oss).
         slices: slices of K with row scales of their own (``expert_tp``).
     """

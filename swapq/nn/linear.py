@@ -106,6 +106,8 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K] -> [..., N]``; computed in BF16 operands, returned in the dtype of ``x``, or autocast's as from any linear."""
+        if self.trains_in_bf16:
+            return nn.Linear.forward(self, x)
         with torch.autocast(x.device.type, enabled=False):
             y = self._forward(x)
         device = x.device.type

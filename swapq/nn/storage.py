@@ -56,6 +56,11 @@ class QuantizedStorage(nn.Module):
     def _init_storage(self) -> None:
         self.stored, self.frozen = {}, None
 
+    @property
+    def trains_in_bf16(self) -> bool:
+        """Whether a forward leaves the masters as they are: the format is the rollout's alone."""
+        return self.trainable and self.spec.backward == "bf16"
+
     def weight_names(self) -> tuple[str, ...]:
         """Names of the weights that this module quantizes, as its parameters spell them."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""Layout ``compressed-tensors``: ``nvfp4-pack-quantized`` and ``mxfp8-quantized``, as llm-compressor writes them and vLLM reads them.
+"""Layout ``compressed-tensors``: ``nvfp4-pack-quantized``, ``mxfp8-quantized``, ``float-quantized`` (FP8 block) and ``pack-quantized``
+(INT4), as llm-compressor writes them and vLLM reads them.
 
 NVFP4's global scale is stored inverted (2688 / amax, a divisor) with shape [1]; ``input_global_scale`` is the neutral 1.0, since the
 recipe's scale of activations is one per token, computed online. A recipe of several formats is one config group each, whose targets are
@@ -10,59 +11,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from swapq.checkpoint.layouts.base import Layout, Stored, kept_modules, part_shapes, stem
-from swapq.errors import CheckpointError, UnsupportedError
+from swapq.checkpoint.layouts.base import Layout, Stored, kept_modules, stem
+from swapq.checkpoint.layouts.schemes import SCHEMES, format_named
+from swapq.errors import CheckpointError
 from swapq.formats import Parts
-from swapq.formats.nvfp4 import NVFP4
 from swapq.plan import Plan
 
 __all__ = ["CompressedTensorsLayout"]
 
-_FORMATS = {"nvfp4": "nvfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
-_READ = {name: fmt for fmt, name in _FORMATS.items()}
 #: ``format`` of a config whose groups have several
 _MIXED = "mixed-precision"
 
 
 class CompressedTensorsLayout(Layout):
-    """NVFP4: ``weight_packed``, ``weight_scale``, ``weight_global_scale``, ``input_global_scale``; MXFP8: ``weight``, ``weight_scale``."""
+    """Tensors and arguments of each format are in ``schemes``."""
 
     name = "compressed-tensors"
-    formats: ClassVar[frozenset[str]] = frozenset({"mxfp8", "nvfp4"})
+    formats: ClassVar[frozenset[str]] = frozenset(SCHEMES)
 
     def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
-        shapes, base = part_shapes(fmt, matrix), stem(weight)
-        if fmt == "mxfp8":
-            codes = Stored(weight, torch.float8_e4m3fn, shapes["codes"])
-            return [codes, Stored(f"{base}.weight_scale", torch.uint8, shapes["scales"])]
-        return [
-            Stored(f"{base}.weight_packed", torch.uint8, shapes["codes"]),
-            Stored(f"{base}.weight_scale", torch.float8_e4m3fn, shapes["scales"]),
-            Stored(f"{base}.weight_global_scale", torch.float32, (1,)),
-            Stored(f"{base}.input_global_scale", torch.float32, (1,)),
-        ]
+        return [Stored(f"{stem(weight)}.{name}", *what) for name, what in SCHEMES[fmt].stored(matrix).items()]
 
     def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        base = stem(weight)
-        if parts.global_scale is None:
-            return {weight: parts.codes, f"{base}.weight_scale": parts.scales}
-        return {
-            f"{base}.weight_packed": parts.codes,
-            f"{base}.weight_scale": parts.scales,
-            f"{base}.weight_global_scale": torch.div(torch.ones(1), parts.global_scale.reshape(1)),
-            f"{base}.input_global_scale": torch.ones(1),
-        }
+        return {f"{stem(weight)}.{name}": tensor for name, tensor in SCHEMES[fmt].encode(parts).items()}
 
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
-        base = stem(weight)
-        if fmt == "mxfp8":
-            return Parts(tensors[weight], tensors[f"{base}.weight_scale"])
-        inverse = tensors[f"{base}.weight_global_scale"].float().reshape(())
-        decode = torch.div(torch.ones_like(inverse), inverse)
-        return Parts(tensors[f"{base}.weight_packed"], tensors[f"{base}.weight_scale"], decode)
+        scheme, base = SCHEMES[fmt], stem(weight)
+        names = {name: f"{base}.{name}" for name in scheme.stored((scheme.form.block, scheme.form.block))}
+        return scheme.decode({name: tensors[full] for name, full in names.items() if full in tensors})
 
     def quantization_config(self, plan: Plan) -> dict[str, Any]:
         names: dict[str, list[str]] = {}
@@ -73,7 +51,7 @@ class CompressedTensorsLayout(Layout):
         found = sorted(names)
         return {
             "quant_method": "compressed-tensors",
-            "format": _FORMATS[found[0]] if len(found) == 1 else _MIXED,
+            "format": SCHEMES[found[0]].name if len(found) == 1 else _MIXED,
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
@@ -91,25 +69,13 @@ class CompressedTensorsLayout(Layout):
 
 
 def _group(fmt: str, targets: list[str]) -> dict[str, Any]:
+    scheme = SCHEMES[fmt]
     return {
         "targets": targets,
-        "weights": _arguments(fmt, dynamic=False),
-        "input_activations": _arguments(fmt, dynamic="local" if fmt == "nvfp4" else True),
+        "weights": scheme.weights,
+        "input_activations": scheme.activations,
         "output_activations": None,
-        "format": _FORMATS[fmt],
-    }
-
-
-def _arguments(fmt: str, *, dynamic: "bool | str") -> dict[str, Any]:
-    nvfp4 = fmt == "nvfp4"
-    return {
-        "num_bits": 4 if nvfp4 else 8,
-        "type": "float",
-        "strategy": "tensor_group" if nvfp4 else "group",
-        "symmetric": True,
-        "dynamic": dynamic,
-        "group_size": NVFP4.block if nvfp4 else 32,
-        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+        "format": scheme.name,
     }
 
 
@@ -153,10 +119,6 @@ def _groups(described: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         raise CheckpointError("config.json: config_groups is no object of groups with lists of targets")
     found = []
     for entry in entries or [{}]:
-        kind = entry.get("format") or described.get("format")
-        if kind not in _READ:
-            raise UnsupportedError(
-                f"config.json: compressed-tensors format is {kind!r}; swapq reads {', '.join(_READ)}"
-            )
-        found.append((_READ[kind], [str(target) for target in entry.get("targets", [])]))
+        fmt = format_named(entry.get("format") or described.get("format"), entry.get("weights") or {})
+        found.append((fmt, [str(target) for target in entry.get("targets", [])]))
     return found

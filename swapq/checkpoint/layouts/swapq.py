@@ -15,20 +15,23 @@ __all__ = ["SwapqLayout", "describe"]
 
 
 class SwapqLayout(Layout):
-    """``....weight`` (codes), ``....weight_scale`` (block scales), ``....weight_scale_2`` (NVFP4's FP32 scale, a scalar)."""
+    """``....weight`` (codes), ``....weight_scale`` (block scales; FP8 block: ``....weight_scale_inv``), ``....weight_scale_2`` (NVFP4's
+    FP32 scale, a scalar). INT4 codes are packed, two a byte."""
 
     name = "swapq"
-    formats: ClassVar[frozenset[str]] = frozenset({"mxfp8", "nvfp4"})
+    formats: ClassVar[frozenset[str]] = frozenset(formats.names())
 
     def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
         form, shapes = formats.get(fmt), part_shapes(fmt, matrix)
         return [Stored(_name(weight, fmt, part), form.dtypes[part], shapes[part]) for part in form.suffixes]
 
     def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        return {_name(weight, fmt, part): t for part, t in parts._asdict().items() if t is not None}
+        stored = formats.get(fmt).stored(parts)
+        return {_name(weight, fmt, part): t for part, t in stored._asdict().items() if t is not None}
 
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
-        return Parts(*(tensors[_name(weight, fmt, part)] for part in formats.get(fmt).suffixes))
+        form = formats.get(fmt)
+        return form.loaded(Parts(*(tensors[_name(weight, fmt, part)] for part in form.suffixes)))
 
     def quantization_config(self, plan: Plan) -> dict[str, Any]:
         listed: dict[str, list[str]] = {}
