@@ -79,7 +79,8 @@ def _cut(name: str, length: int, parts: int, fmt: str, why: str, advice: str) ->
     form = formats.get(fmt)
     block = form.block
     if length % block and (not form.partial_blocks or parts > 1):
-        yield f"{name}: length {length} is not a multiple of the {fmt} block of {block}; {advice}"
+        smaller = ", or give this role the format int4_g32" if fmt == "int4" and length % 32 == 0 else ""
+        yield f"{name}: length {length} is not a multiple of the {fmt} block of {block}; {advice}{smaller}"
     elif parts > 1 and (length % parts or (length // parts) % block):
         share = f"{length / parts:g}"
         yield f"{name}: length {length} over {why} is {share} a rank, not a multiple of the {fmt} block of {block}; {advice}"

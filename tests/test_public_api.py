@@ -36,6 +36,7 @@ RECIPE_FIELDS = [
     "first_layers_bf16",
     "last_layers_bf16",
     "expert_tp",
+    "force_rollout",
 ]
 COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "verify"}
 ROOT = Path(swapq.__file__).parent

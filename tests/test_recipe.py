@@ -8,11 +8,20 @@ import pytest
 
 from swapq.anatomy import NEVER_QUANTIZED, Role
 from swapq.errors import RecipeError, SwapqError
-from swapq.recipe import BACKWARD_MODES, FORMATS, Recipe, names, planned
+from swapq.recipe import BACKWARD_MODES, FORMATS, Recipe, names
+from swapq.support import matrix
 
 
 def test_the_named_recipes_are_those_of_the_design_table():
-    assert names() == ["bf16", "mxfp8-rl", "nvfp4-rl"]
+    assert names() == [
+        "bf16",
+        "mxfp8-rl",
+        "nvfp4-rl",
+        "fp8-block-rl",
+        "fp8-rollout",
+        "int4-qat",
+        "nvfp4-pretrain",
+    ]
     mxfp8, nvfp4, bf16 = Recipe.named("mxfp8-rl"), Recipe.named("nvfp4-rl"), Recipe.named("bf16")
     assert dict(mxfp8.weights) == dict.fromkeys(("attention", "dense_mlp", "routed_experts", "shared_experts"), "mxfp8")
     assert (mxfp8.activations, mxfp8.backward, mxfp8.last_layers_bf16) == ("mxfp8", "low_precision", 0)
@@ -21,12 +30,61 @@ def test_the_named_recipes_are_those_of_the_design_table():
     assert (dict(bf16.weights), bf16.activations, bf16.backward) == ({}, "bf16", "bf16")
 
 
-@pytest.mark.parametrize("name", ["fp8-block-rl", "fp8-rollout", "int4-qat", "nvfp4-pretrain"])
-def test_a_recipe_of_a_later_version_is_known_and_says_so(name):
-    assert name in planned()
-    for make in (Recipe.named, Recipe.resolve, lambda n: Recipe.from_dict({"name": n})):
-        with pytest.raises(RecipeError, match="planned, not in this version"):
-            make(name)
+def test_fp8_block_rl_and_fp8_rollout_differ_in_the_training_alone():
+    matched, rollout = Recipe.named("fp8-block-rl"), Recipe.named("fp8-rollout")
+    assert matched.weights == rollout.weights
+    assert matched.activations == rollout.activations == "fp8_block"
+    assert (matched.backward, rollout.backward) == ("low_precision", "bf16")
+    assert (matched.matched, rollout.matched) == (True, False)
+    assert rollout.policies == "training bf16, rollout fp8_block: two different policies"
+    assert matched.replace(backward="bf16").matched is False
+    for backward in ("low_precision", "high_precision", "dequantized"):
+        assert matched.replace(backward=backward).matched
+
+
+def test_int4_qat_has_bf16_rows_and_either_group():
+    recipe = Recipe.named("int4-qat")
+    assert (dict(recipe.weights), recipe.activations) == ({"routed_experts": "int4"}, "bf16")
+    assert Recipe.named("int4-qat", weights={"routed_experts": "int4_g32"}).formats == ("int4_g32",)
+    with pytest.raises(RecipeError, match="weight-only format"):
+        Recipe.named("int4-qat", activations="mxfp8")
+    with pytest.raises(RecipeError, match="nothing is gained by quantizing gradients"):
+        Recipe.named("int4-qat", backward="low_precision")
+    with pytest.raises(RecipeError, match="BF16 training with INT4 rollout"):
+        Recipe.named("int4-qat", backward="bf16")
+
+
+def test_nvfp4_pretrain_is_not_for_rollouts_unless_forced():
+    recipe = Recipe.named("nvfp4-pretrain")
+    with pytest.raises(RecipeError, match=r"not for rollouts: .*depends on its neighbours.*force_rollout=True"):
+        recipe.require_rollout("export")
+    assert "force_rollout" not in recipe.to_dict()
+    forced = recipe.replace(force_rollout=True)
+    forced.require_rollout("export")
+    assert Recipe.from_dict(forced.to_dict()) == forced
+    assert forced.id != recipe.id
+    with pytest.raises(RecipeError, match="expected true or false"):
+        recipe.replace(force_rollout=1)
+    with pytest.raises(RecipeError, match="set expert_tp to 1"):
+        recipe.replace(expert_tp=2)
+
+
+def test_the_support_matrix_is_what_recipes_obey():
+    for p in matrix():
+        fields = {"name": "x", "weights": {} if p.rollout == "bf16" else {"routed_experts": p.rollout}}
+        fields["activations"] = FORMATS[p.rollout].activations[0]
+        if p.training == p.rollout:
+            recipe = Recipe.from_dict(fields | {"backward": FORMATS[p.rollout].backward[-1]})
+            assert p.status == ("forced" if recipe.no_rollout else "matched")
+            assert recipe.matched
+        elif p.training == "bf16" and p.status == "differs":
+            assert not Recipe.from_dict(fields | {"backward": "bf16"}).matched
+        elif p.training == "bf16":
+            with pytest.raises(RecipeError, match="another policy than the one that was sampled"):
+                Recipe.from_dict(fields | {"backward": "bf16"})
+        else:
+            assert p.status == "refused", "a recipe has no words for it"
+    assert {p.rollout for p in matrix() if p.status == "differs"} == {"fp8_block"}
 
 
 def test_an_unknown_recipe_names_the_nearest():
@@ -59,7 +117,7 @@ def test_a_recipe_that_names_a_role_that_is_never_quantized_is_refused_with_the_
     [
         ({"weights": {"routed_expert": "nvfp4"}}, "did you mean 'routed_experts'"),
         ({"weights": {"routed_experts": "nvfp8"}}, "no format"),
-        ({"weights": {"routed_experts": "int4"}}, "planned, not in this version"),
+        ({"weights": {"routed_experts": "int4"}}, "set activations to 'bf16'"),
         ({"weights": {"routed_experts": 4}}, "no format"),
         ({"weights": "nvfp4"}, "expected a mapping"),
         ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "set activations to {'attention': 'mxfp8'"),
