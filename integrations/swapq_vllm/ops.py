@@ -28,11 +28,12 @@ def _gate(act: str, gated: bool) -> Gate:
 
 
 def _operand(weight: list[Tensor], stored: str) -> Operand:
-    """Operand from expanded values and scale (``stored == ""``), or from codes and scales in format ``stored``."""
+    """Operand from expanded values and scale (``stored == ""``), or from the parts of ``stored``, ``fmt`` or ``fmt:scope``."""
     if not stored:
         return Operand(weight[0], weight[1] if len(weight) > 1 else None)
-    form = formats.get(stored)
-    return form.operand(form.loaded(Parts(*weight)), scope=form.default_scope, axis=-1)
+    name, _, scope = stored.partition(":")
+    form = formats.get(name)
+    return form.operand(form.loaded(Parts(*weight)), scope=scope or form.default_scope, axis=-1)
 
 
 @torch.library.custom_op("swapq::routed_experts", mutates_args=())
@@ -56,12 +57,12 @@ def routed_experts(
         expert_map: global to local id, -1 for another rank's expert; None where all are here.
         gate_up, down: see ``stored``.
         stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]`` or ``[E, N, ceil(K/128)]``. A format's name: codes, scales,
-            FP32 scale, as they are stored.
+            FP32 scale, as they are stored; ``fmt:scope`` where gate and up are in another scope than the default.
         activations: format of the rows.
         act, gated: the gate.
     """
     ids = topk_ids if expert_map is None else expert_map[topk_ids.to(torch.int64)]
-    first, second = _operand(gate_up, stored), _operand(down, stored)
+    first, second = _operand(gate_up, stored), _operand(down, stored.partition(":")[0])
     return expert_block(
         x,
         ids,

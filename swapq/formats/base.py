@@ -84,15 +84,10 @@ class Format(ABC):
         """Undo :meth:`stored`."""
         return parts
 
-    def stacked_shapes(self, shape: tuple[int, ...], stacked: int) -> dict[str, tuple[int, ...]]:
-        """:meth:`part_shapes` in the default scope of ``stacked`` equal matrices above each other in ``shape [..., M, K]``.
-
-        No block scale reaches from one into the next: gate and up of an expert are tensors of their own in a checkpoint.
-        """
-        *lead, m, k = shape
-        whole = self.part_shapes(shape, scope=self.default_scope)
-        each = self.part_shapes((m // stacked, k), scope=self.default_scope)
-        return whole | {part: (*lead, stacked * each[part][0], *each[part][1:]) for part in ("codes", "scales")}
+    def scope_of_stack(self, rows: int, stacked: int) -> str:
+        """Scope of ``stacked`` equal weights above each other in ``rows``: no block scale reaches from one into the next, since gate and
+        up of an expert are tensors of their own in a checkpoint."""
+        return self.default_scope
 
     def may_vanish(self, parts: Parts) -> bool:
         """Whether some block scale is so small that a non-zero block may have become zeros; :meth:`underflowed_blocks` counts them."""

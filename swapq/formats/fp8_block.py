@@ -19,14 +19,13 @@ class FP8Block(Format):
     """``codes [..., M, K]`` float8_e4m3fn; ``scales`` float32: ``[..., ceil(M/128), ceil(K/128)]`` (tile scope), ``[..., M, ceil(K/128)]``
     (row scope), ``[..., ceil(M/128), K]`` (row scope, column-wise). Blocks at the edges may be partial.
 
-    A stack of equal halves (gate above up) whose length 128 does not divide has tiles of its own in each half: ``2 * ceil(M/2/128)`` rows
-    of scales.
+    Scope ``halves`` is ``tile`` in each half of the rows: gate above up, where 128 does not divide the length of either.
     """
 
     name = "fp8_block"
     block = tile_rows = BLOCK
     partial_blocks = True
-    scopes = ("tile", "row")
+    scopes = ("tile", "row", "halves")
     default_scope = "tile"
     row_scope = "row"
     axes = (-1, -2)
@@ -35,10 +34,13 @@ class FP8Block(Format):
 
     def check(self, x: Tensor, *, scope: str, axis: int, name: str = "tensor") -> None:
         super().check(x, scope=scope, axis=axis, name=name)
-        if scope == "tile" and axis != -1:
+        if scope != "row" and axis != -1:
             raise FormatError(f"{self.name} of {name}: a square tile has no axis; leave `axis` out, or use scope 'row'")
 
     def quantize(self, x: Tensor, *, scope: str = "tile", axis: int = -1, amax: Tensor | None = None) -> Parts:
+        if scope == "halves":
+            codes, scales, _ = self.quantize(x.unflatten(-2, (2, -1)))
+            return Parts(codes.flatten(-3, -2), scales.flatten(-3, -2))
         blocks = self._grouped(x.abs(), axis).amax(axis)
         if scope == "tile":
             blocks = self._grouped(blocks, -2).amax(-2)
@@ -58,12 +60,13 @@ class FP8Block(Format):
         values, scales = parts.codes.to(torch.bfloat16), parts.scales
         if axis == -2:
             return Operand(values.transpose(-1, -2), scales.transpose(-1, -2))
-        return Operand(values, self.row_scales(scales, values.shape[-2]) if scope == "tile" else scales)
+        return Operand(values, scales if scope == "row" else self.row_scales(scales, values.shape[-2], scope))
 
     def part_shapes(self, shape: tuple[int, ...], *, scope: str = "tile", axis: int = -1) -> dict[str, tuple[int, ...]]:
         *lead, m, k = shape if len(shape) > 1 else (1, *shape)
         down, across = -(-m // self.block), -(-k // self.block)
-        scales = (down, across) if scope == "tile" else (down, k) if axis == -2 else (m, across)
+        down = 2 * -(-(m // 2) // self.block) if scope == "halves" else down
+        scales = (down, across) if scope != "row" else (down, k) if axis == -2 else (m, across)
         return {"codes": tuple(shape), "scales": (*lead, *scales) if len(shape) > 1 else scales[-1:]}
 
     def may_vanish(self, parts: Parts) -> bool:
@@ -72,21 +75,24 @@ class FP8Block(Format):
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return tuple(codes.shape)
 
-    def row_scales(self, scales: Tensor, rows: int) -> Tensor:
+    def scope_of_stack(self, rows: int, stacked: int) -> str:
+        return "halves" if stacked == 2 and rows // 2 % self.block else self.default_scope
+
+    def row_scales(self, scales: Tensor, rows: int, scope: str = "tile") -> Tensor:
         """``[..., tiles, n] -> [..., rows, n]``: the scale of each row's tile."""
         if scales.shape[-2] == rows:
             return scales
-        sections = self.sections(scales, rows)
-        if sections == 1:
+        if scope == "tile":
             return scales.repeat_interleave(self.block, -2)[..., :rows, :]
-        return self.row_scales(scales.unflatten(-2, (sections, -1)), rows // sections).flatten(-3, -2)
-
-    def sections(self, scales: Tensor, rows: int) -> int:
-        """In how many equal parts the ``rows`` that these tile scales cover were quantized: 1, or 2 where gate stands above up."""
-        return 1 if scales.shape[-2] == -(-rows // self.block) else 2
+        return self.row_scales(scales.unflatten(-2, (2, -1)), rows // 2).flatten(-3, -2)
 
     def _spread(self, scales: Tensor, shape: torch.Size, scope: str, axis: int) -> Tensor:
         if axis == -2:
             return scales.repeat_interleave(self.block, -2)[..., : shape[-2], :]
         wide = scales.repeat_interleave(self.block, -1)[..., : shape[-1]]
-        return self.row_scales(wide, shape[-2]) if scope == "tile" else wide
+        return wide if scope == "row" else self.row_scales(wide, shape[-2], scope)
+
+    def _block_any(self, mask: Tensor, scope: str, axis: int) -> Tensor:
+        if scope == "halves":
+            return super()._block_any(mask.unflatten(-2, (2, -1)), "tile", axis)
+        return super()._block_any(mask, scope, axis)

@@ -61,10 +61,7 @@ def quantize_weight(
     """
     w = master.detach().to(torch.bfloat16)
     w = w.transpose(-1, -2) if transposed else w
-    if stacked == 1 or w.shape[-2] // stacked % formats.get(fmt).tile_rows == 0:
-        return quantize(w, fmt, amax=amax)
-    q = quantize(w.unflatten(-2, (stacked, -1)), fmt)
-    return QTensor(q.codes.flatten(-3, -2), q.scales.flatten(-3, -2), q.format, q.scope, q.axis, q.source_dtype)
+    return quantize(w, fmt, scope=formats.get(fmt).scope_of_stack(w.shape[-2], stacked), amax=amax)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +123,10 @@ class _RoutedLinear(torch.autograd.Function):
 
 def _save(ctx: Any, x: Tensor, rows: Parts, master: Tensor, w: QTensor) -> None:
     spec: LinearSpec = ctx.spec
+    ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
     if spec.backward == "high_precision":
         ctx.save_for_backward(master, x)
     elif spec.backward == "dequantized":
-        ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
         ctx.save_for_backward(w.codes, w.scales, w.global_scale, *rows)
     else:
         x = ctx.routing.gather(x) if ctx.gather else x
@@ -150,7 +147,7 @@ def _input_grad(ctx: Any, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
         w = QTensor(codes, scales, fmt, scope, axis, dtype, global_scale).dequantize(torch.bfloat16)
         return grouped.grouped_input_grad(dy, w, ctx.routing)
     if spec.backward == "low_precision":
-        return gradients_of(spec.weights).input_grad(saved, dy, ctx.routing, spec)
+        return gradients_of(spec.weights).input_grad(saved, dy, ctx.routing, spec, ctx.weight_meta[1])
     return grouped.grouped_input_grad(dy, _bf16_master(saved[0], spec), ctx.routing)
 
 

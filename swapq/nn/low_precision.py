@@ -38,8 +38,10 @@ class Gradients(Protocol):
         """What backward needs of BF16 rows ``x [R, K]`` in routed order, the master, and the weight of forward ``[E, N, K]``."""
         ...
 
-    def input_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec") -> Tensor:
-        """BF16 ``[R, K]`` from BF16 ``dy [R, N]``."""
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
+        """BF16 ``[R, K]`` from BF16 ``dy [R, N]``; ``scope`` is that of the weight of forward."""
         ...
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
@@ -55,7 +57,9 @@ class _MXFP8:
         columns = quantize(padded, "mxfp8", axis=-2)
         return master, columns.codes, columns.scales
 
-    def input_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec") -> Tensor:
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
         w = saved[0].to(torch.bfloat16)
         columns = quantize(w.transpose(-1, -2) if spec.transposed else w, "mxfp8", axis=-2).operand().values
         rows = quantize(dy, "mxfp8").operand().values
@@ -76,12 +80,14 @@ class _FP8Block:
         columns = quantize(padded, "fp8_block", scope="row", axis=-2)
         return w.codes, w.scales, columns.codes, columns.scales
 
-    def input_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec") -> Tensor:
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
         codes, scales = saved[:2]
-        sections = self.form.sections(scales, codes.shape[-2])
+        sections = 2 if scope == "halves" else 1
         parts = self.form.quantize(dy.unflatten(-1, (sections, -1)), scope="row")
         rows = Operand(parts.codes.to(torch.bfloat16).flatten(-2), parts.scales.flatten(-2))
-        across = self.form.row_scales(scales.transpose(-1, -2), codes.shape[-1])
+        across = self.form.row_scales(scales.transpose(-1, -2), codes.shape[-1])  # a scale per column of w
         w = Operand(codes.to(torch.bfloat16).transpose(-1, -2), across)
         slices = sliced.spans(codes.shape[-2], self.form.block, sections)
         return sliced.grouped_forward(rows, w, routing, slices).to(torch.bfloat16)
@@ -117,7 +123,9 @@ class _NVFP4Tile:
         bits = torch.cat([s.view(torch.uint8) for s in scales], -1)
         return w.codes, w.scales, w.global_scale, torch.cat(codes, -1), bits, torch.stack([_scale(g) for g in groups])
 
-    def input_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec") -> Tensor:
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
         w = self.form.operand(Parts(*saved[:3]), scope="tile")
         drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, device=dy.device))
         rows, scale = self.form.operand(drawn, scope="tensor")

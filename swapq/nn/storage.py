@@ -93,12 +93,13 @@ class QuantizedStorage(nn.Module):
     def _allocate(self, weight: str, fmt: str, *, transposed: bool = False, stacked: int = 1) -> None:
         form, master = formats.get(fmt), getattr(self, weight)
         shape = (*master.shape[:-2], *master.shape[:-3:-1]) if transposed else tuple(master.shape)
-        shapes = form.stacked_shapes(shape, stacked)
+        scope = form.scope_of_stack(shape[-2], stacked)
+        shapes = form.part_shapes(shape, scope=scope)
         parts = {
             part: torch.empty(shapes[part], dtype=dtype, device=master.device) for part, dtype in form.dtypes.items()
         }
         loaded = form.loaded(Parts(parts["codes"], parts["scales"], parts.get("global_scale")))
-        self._store(weight, QTensor(*loaded[:2], fmt, form.default_scope, -1, torch.bfloat16, loaded.global_scale))
+        self._store(weight, QTensor(*loaded[:2], fmt, scope, -1, torch.bfloat16, loaded.global_scale))
 
     def stored_parts(self, weight: str) -> dict[str, Tensor]:
         """Parts of a weight as they lie in files and on the wire; of a module that holds codes, views of what it holds."""
