@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import empty_cache
 from trl.trainer.utils import ensure_master_addr_port
 
 from swapq.checkpoint.export import export
-from swapq.convert import is_converted
+from swapq.convert import is_converted, recipe_of
 from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
@@ -84,6 +84,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
         if is_converted(model):
+            recipe_of(model).require_rollout("an engine samples for the trainer")
             check_adapters(model, approximate=approximate_lora, sharded=is_sharded(accelerator))
         super().__init__(model, accelerator, *args, **kwargs)
 

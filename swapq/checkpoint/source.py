@@ -84,8 +84,8 @@ def quantized(unit: Quantize, files: SourceFiles) -> Iterator[tuple[Target, Tens
     shared = torch.stack(amaxes).amax()
     for target in unit.targets:
         rows = matrices[target.slab][target.first : target.first + target.rows]
-        amax = shared if formats.get(target.fmt).shares_scale else None
-        yield target, rows, cpu.quantize_matrix(rows, target.fmt, amax)
+        joint = shared if formats.get(target.fmt).shares_scale else None
+        yield target, rows, cpu.quantize_matrix(rows, target.fmt, joint)
 
 
 def vanished_blocks(rows: Tensor, fmt: str, parts: Parts) -> int:

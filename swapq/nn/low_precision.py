@@ -117,18 +117,18 @@ class _NVFP4Tile:
         if w.global_scale is None:
             raise TypeError("nvfp4 parts carry a global scale")
         groups = [self.form.quantize(t, scope="tensor") for t in _transformed(x, routing)]
-        codes, scales = ([g[i] for g in groups] for i in (0, 1))
         if not groups:
             return w.codes, w.scales, w.global_scale, *(x.new_empty(x.shape[1], 0) for _ in range(2)), x.new_empty(0)
-        bits = torch.cat([s.view(torch.uint8) for s in scales], -1)
-        return w.codes, w.scales, w.global_scale, torch.cat(codes, -1), bits, torch.stack([_scale(g) for g in groups])
+        codes = torch.cat([g.codes for g in groups], -1)
+        bits = torch.cat([g.scales.view(torch.uint8) for g in groups], -1)
+        return w.codes, w.scales, w.global_scale, codes, bits, torch.stack([_scale(g) for g in groups])
 
     def input_grad(
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         w = self.form.operand(Parts(*saved[:3]), scope="tile")
         drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, device=dy.device))
-        rows, scale = self.form.operand(drawn, scope="tensor")
+        rows, scale = self.form.operand(drawn, scope="tensor").values, _scale(drawn)
         out = torch.empty(dy.shape[0], w.values.shape[-1], dtype=torch.bfloat16, device=dy.device)
         for expert, here in routing.groups():
             acc = reference.product(rows[here], w.values[expert].t())

@@ -57,7 +57,7 @@ class Scheme(ABC):
 
 class _MXFP8(Scheme):
     fmt, name = "mxfp8", "mxfp8-quantized"
-    weights: ClassVar[dict[str, Any]] = {  # type: ignore[assignment]
+    weights: ClassVar[dict[str, Any]] = {
         "num_bits": 8,
         "type": "float",
         "strategy": "group",
@@ -82,7 +82,7 @@ class _NVFP4(Scheme):
     """The global scale is stored inverted (2688 / amax, a divisor) with shape [1]; ``input_global_scale`` is the neutral 1.0."""
 
     fmt, name = "nvfp4", "nvfp4-pack-quantized"
-    weights: ClassVar[dict[str, Any]] = {  # type: ignore[assignment]
+    weights: ClassVar[dict[str, Any]] = {
         "num_bits": 4,
         "type": "float",
         "strategy": "tensor_group",
@@ -123,7 +123,7 @@ class _NVFP4(Scheme):
 
 class _FP8Block(Scheme):
     fmt, name = "fp8_block", "float-quantized"
-    weights: ClassVar[dict[str, Any]] = {  # type: ignore[assignment]
+    weights: ClassVar[dict[str, Any]] = {
         "num_bits": 8,
         "type": "float",
         "strategy": "block",
