@@ -15,7 +15,7 @@ from swapq.checkpoint.card import model_card
 from swapq.hf import foreign_config
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.linear import SwapqLinear
-from tests.helpers.mixed import FAMILIES, mixed
+from tests.helpers.mixed import FAMILIES, WEIGHTS, mixed
 from tests.helpers.models import FAMILIES as MODELS
 from tests.helpers.models import prompts
 
@@ -238,6 +238,13 @@ def test_a_stored_weight_that_a_mixed_config_does_not_list_is_refused_by_name(
     assert any(module in problem for problem in swapq.verify(tmp_path).problems)
     with pytest.raises(swapq.SwapqError, match=f"{module}, which is stored quantized"):
         opened(tmp_path, layout)
+
+
+def test_the_documented_recipe_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    (tmp_path / "mine.json").write_text(page.partition("```json\n")[2].partition("```")[0])
+    recipe = swapq.Recipe.resolve(tmp_path / "mine.json")
+    assert recipe.weights == recipe.activations == WEIGHTS
 
 
 def test_a_foreign_config_may_name_a_stack_of_experts_or_use_patterns(folders: dict[str, Path], family: str) -> None:

@@ -44,6 +44,12 @@ def methods(llm: Any) -> dict[str, str]:
     return {n: type(m.quant_method).__name__ for n, m in _model(llm).named_modules() if hasattr(m, "quant_method")}
 
 
+def layer_formats(llm: Any) -> dict[str, tuple[str, str]]:
+    """Format of weights and of rows of every layer that runs quantized."""
+    methods = {n: m.quant_method for n, m in _model(llm).named_modules() if hasattr(m, "quant_method")}
+    return {n: (m.format, m.activations) for n, m in methods.items() if hasattr(m, "activations")}
+
+
 def served(llm: Any) -> dict[str, Tensor]:
     from swapq_vllm.receiver import served_tensors
 
