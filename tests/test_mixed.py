@@ -1,6 +1,7 @@
 """One recipe with two formats: trainer, files in every layout, verification and loading agree on which weight has which."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import swapq
 from swapq.checkpoint import layouts
 from swapq.checkpoint.card import model_card
+from swapq.checkpoint.inspection import inspect
 from swapq.hf import foreign_config
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.linear import SwapqLinear
@@ -205,6 +207,21 @@ def _engine_layers(family: str) -> dict[str, str | None]:
         "model.layers.1.mlp.gate": None,
         "lm_head": None,
     }
+
+
+@pytest.mark.parametrize("key", ["quant_algo", "quantized_layers", "exclude_modules"])
+def test_two_configs_that_disagree_are_found(folders: dict[str, Path], key: str, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((folders["modelopt"] / file).read_bytes())
+    said = json.loads((folders["modelopt"] / "hf_quant_config.json").read_text())
+    said["quantization"][key] = {"quant_algo": "NVFP4", "quantized_layers": {}, "exclude_modules": []}[key]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert [p for p in swapq.verify(tmp_path).problems if key in p and "config.json differ" in p]
+
+
+def test_inspect_counts_each_format(folders: dict[str, Path], family: str) -> None:
+    notes = " ".join(inspect(folders["compressed-tensors"]).notes)
+    assert re.search(r"quantized weights: \d+ mxfp8, 24 nvfp4", notes)
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
