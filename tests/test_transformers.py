@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import swapq
+from swapq.convert import swapped_modules
+from swapq.hf.loading import fill, headers_of
 from tests.helpers.models import FAMILIES, prompts, qwen3_moe
+from tests.helpers.remote import listed_experts
 
 EXPORTED = [f for f in FAMILIES if f != "gpt_oss"]
 
@@ -199,6 +202,32 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, fault: str) -> 
     edit(tmp_path, change)
     with pytest.raises(swapq.SwapqError, match=name.replace(".", r"\.")):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_gate_and_up_that_are_linears_of_their_own_must_hold_one_scale(tmp_path: Path) -> None:
+    """What remote code makes of experts: two modules, so no tensor of theirs is one."""
+    swapq.export(swapq.convert(listed_experts(), "nvfp4-rl", last_layers_bf16=0), tmp_path)
+
+    def filled() -> PreTrainedModel:
+        model = swapq.convert(listed_experts(), "nvfp4-rl", last_layers_bf16=0)
+        for module in swapped_modules(model):
+            module.allocate()
+        fill(model, headers_of([str(tmp_path / "model.safetensors")]))
+        return model
+
+    assert swapq.digest(filled()) == swapq.digest(tmp_path)
+    edit(tmp_path, lambda t: t.update({EXPERT + "_scale_2": t[EXPERT + "_scale_2"] * 2}))
+    with pytest.raises(
+        swapq.SwapqError, match=r"experts\.3\.(up|gate)_proj\.weight_scale_2 differs.*share one FP32 scale"
+    ):
+        filled()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_another_config_for_a_folder_that_is_quantized_already_is_refused(tmp_path: Path, recipe: str) -> None:
+    exported(tmp_path, "nvfp4-rl")
+    with pytest.raises(ValueError, match="quantized already and loads without one"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=swapq.SwapqConfig(recipe))
 
 
 def rewrite(folder: Path, change: object) -> None:
