@@ -260,6 +260,20 @@ def test_an_edited_config_is_refused(tmp_path: Path, change: object, message: st
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_fp32_masters_give_the_codes_of_bf16_ones_beside_tensors_that_engines_round_to_theirs(
+    tmp_path: Path, recipe: str
+) -> None:
+    model = exported(tmp_path / "fp32", recipe)
+    swapq.export(model.to(torch.bfloat16), tmp_path / "bf16")
+    wide, narrow = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "bf16"))
+    assert wide.keys() == narrow.keys()
+    for name, tensor in narrow.items():
+        kept = wide[name].dtype == torch.float32 and not name.endswith("weight_scale_2")
+        assert torch.equal((wide[name].to(torch.bfloat16) if kept else wide[name]).float(), tensor.float()), name
+        assert tensor.dtype == (torch.bfloat16 if kept else wide[name].dtype)
+
+
 def test_gpt_oss_is_trained_but_not_exported(tmp_path: Path) -> None:
     model = swapq.convert(FAMILIES["gpt_oss"](), "nvfp4-rl", last_layers_bf16=0)
     with pytest.raises(swapq.SwapqError, match="interleaved"):

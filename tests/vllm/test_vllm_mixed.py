@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import swapq
+from swapq.diagnostics import audit
 from tests.helpers.mixed import mixed
 from tests.helpers.models import deepseek_v3
 from tests.vllm import inside
@@ -37,13 +38,25 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def test_each_layer_runs_its_own_format(engine: Engine) -> None:
-    methods, formats = engine(inside.methods), engine(inside.layer_formats)
+    methods, formats = engine(inside.methods), engine(inside.running)
     assert methods["model.layers.1.mlp.experts.routed_experts"] == "SwapqExpertsMethod"
-    assert formats["model.layers.1.mlp.experts.routed_experts"] == ("nvfp4", "nvfp4")
-    for layer in ("0.mlp.gate_up_proj", "1.mlp.shared_experts.down_proj", "1.self_attn.o_proj"):
-        assert methods[f"model.layers.{layer}"] == "SwapqLinearMethod"
-        assert formats[f"model.layers.{layer}"] == ("mxfp8", "mxfp8")
-    assert not formats.keys() & {"model.layers.1.mlp.gate", "model.layers.1.self_attn.kv_b_proj", "lm_head"}
+    assert formats["model.layers.1.mlp.experts.3.down_proj.weight"] == ("nvfp4", "nvfp4")
+    for layer in ("0.mlp.up_proj", "1.mlp.shared_experts.down_proj", "1.self_attn.q_a_proj"):
+        assert formats[f"model.layers.{layer}.weight"] == ("mxfp8", "mxfp8")
+    for layer in ("model.layers.1.mlp.gate", "model.layers.1.self_attn.kv_b_proj", "lm_head"):
+        assert formats[f"{layer}.weight"] == ("bf16", "bf16")
+
+
+def test_an_audit_finds_nothing_or_exactly_the_layer_that_differs(engine: Engine, folder: Path) -> None:
+    model, runs = converted(), engine(inside.running)
+    assert audit(model, runs) == audit(folder, runs) == audit(model, folder) == {}
+    shared = "model.layers.1.mlp.shared_experts.down_proj"
+    found = audit(model, engine(inside.running_with_bf16_rows, shared))
+    assert found == {f"{shared}.weight": (("mxfp8", "mxfp8"), ("mxfp8", "bf16"))}
+    other = swapq.convert(
+        deepseek_v3(**SIZES["deepseek_v3"]), mixed("deepseek_v3", keep_bf16=["layers.0.self_attn.o_proj"])
+    )
+    assert list(audit(other, runs)) == ["model.layers.0.self_attn.o_proj.weight"]
 
 
 def test_it_serves_every_tensor_of_the_export(engine: Engine, folder: Path) -> None:
