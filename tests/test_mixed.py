@@ -1,6 +1,7 @@
 """One recipe with two formats: trainer, files in every layout, verification and loading agree on which weight has which."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import swapq
 from swapq.checkpoint import layouts
 from swapq.checkpoint.card import model_card
+from swapq.checkpoint.inspection import inspect
 from swapq.hf import foreign_config
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.linear import SwapqLinear
-from tests.helpers.mixed import FAMILIES, mixed
+from tests.helpers.mixed import FAMILIES, WEIGHTS, mixed
 from tests.helpers.models import FAMILIES as MODELS
 from tests.helpers.models import prompts
 
@@ -207,6 +209,21 @@ def _engine_layers(family: str) -> dict[str, str | None]:
     }
 
 
+@pytest.mark.parametrize("key", ["quant_algo", "quantized_layers", "exclude_modules"])
+def test_two_configs_that_disagree_are_found(folders: dict[str, Path], key: str, tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((folders["modelopt"] / file).read_bytes())
+    said = json.loads((folders["modelopt"] / "hf_quant_config.json").read_text())
+    said["quantization"][key] = {"quant_algo": "NVFP4", "quantized_layers": {}, "exclude_modules": []}[key]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert [p for p in swapq.verify(tmp_path).problems if key in p and "config.json differ" in p]
+
+
+def test_inspect_counts_each_format(folders: dict[str, Path], family: str) -> None:
+    notes = " ".join(inspect(folders["compressed-tensors"]).notes)
+    assert re.search(r"quantized weights: \d+ mxfp8, 24 nvfp4", notes)
+
+
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_a_weight_that_the_config_lists_and_the_file_lacks_is_found(
     folders: dict[str, Path], layout: str, tmp_path: Path
@@ -218,7 +235,7 @@ def test_a_weight_that_the_config_lists_and_the_file_lacks_is_found(
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folders[layout] / "config.json").read_text())
     assert any(module in problem and "missing" in problem for problem in swapq.verify(tmp_path).problems)
-    with pytest.raises(swapq.SwapqError, match=rf"{module}\.weight.*missing"):
+    with pytest.raises(swapq.SwapqError, match=rf"lacks \d quantized tensors that its config lists: {module}\.weight"):
         opened(tmp_path, layout)
 
 
@@ -238,6 +255,13 @@ def test_a_stored_weight_that_a_mixed_config_does_not_list_is_refused_by_name(
     assert any(module in problem for problem in swapq.verify(tmp_path).problems)
     with pytest.raises(swapq.SwapqError, match=f"{module}, which is stored quantized"):
         opened(tmp_path, layout)
+
+
+def test_the_documented_recipe_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    (tmp_path / "mine.json").write_text(page.partition("```json\n")[2].partition("```")[0])
+    recipe = swapq.Recipe.resolve(tmp_path / "mine.json")
+    assert recipe.weights == recipe.activations == WEIGHTS
 
 
 def test_a_foreign_config_may_name_a_stack_of_experts_or_use_patterns(folders: dict[str, Path], family: str) -> None:

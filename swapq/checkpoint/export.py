@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from swapq import formats
 from swapq.checkpoint import layouts
 from swapq.checkpoint.layouts import Layout
+from swapq.checkpoint.ranks import Ranks
 from swapq.checkpoint.record import RECORD_NAME, exported, read_record
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
@@ -36,6 +37,12 @@ def export(
     folder without it is one that was not finished; an export that fails leaves an earlier one as it was. Save the tokenizer beside
     it with its own ``save_pretrained``.
 
+    In a process group rank 0 writes. Every rank calls this for a sharded model (FSDP2), gathers, and returns when the folder is whole or
+    raises when it is not; of an unsharded one (DDP) the call of another rank does nothing, so it does not matter who calls.
+
+    Tensors that are not quantized keep their dtype, so FP32 masters give FP32 tensors beside the codes. Engines round them to BF16 when
+    they load; ``export(model.to(torch.bfloat16), ...)`` writes them so. The codes are the same bytes either way (contract section 0).
+
     Args:
         model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
         directory: made if missing; an earlier export in it is replaced.
@@ -47,7 +54,8 @@ def export(
         RecipeError: a recipe that is not for rollouts.
         UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
         FormatError: a master that is not finite, by name.
-        CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model.
+        CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model; or
+            another rank failed.
     """
     target = layouts.get(layout)
     root, folder = base_model(model), Path(directory)
@@ -57,13 +65,36 @@ def export(
     the_plan.recipe.require_rollout("export writes what engines serve")
     described = quantization_config(root) if layout == "swapq" else target.quantization_config(the_plan)
     extra_files = target.extra_files(the_plan)
-    _check_destination(folder)
-    with ShardWriter(folder, max_shard_size, replaces=_REPLACES) as writer:
-        tensors: Any = checkpoint_tensors(root)
-        if layout != "swapq":
-            tensors = _relaid(tensors, the_plan.quantized, target)
-        for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
-            writer.add(name, tensor)
+    ranks = Ranks.of(root)
+    if not (ranks.writes or ranks.sharded):
+        return
+
+    def write() -> None:
+        gathered = checkpoint_tensors(root)
+        try:
+            tensors: Any = gathered if layout == "swapq" else _relaid(gathered, the_plan.quantized, target)
+            with ShardWriter(folder, max_shard_size, replaces=_REPLACES) as writer:
+                for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
+                    writer.add(name, tensor)
+            _finish(root, folder, described, extra_files)
+            if layout != "swapq":
+                write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
+        finally:
+            _exhaust(gathered)  # after a failed write, too: the other ranks are still gathering
+
+    ranks.attempt(lambda: _check_destination(folder) if ranks.writes else None)
+    ranks.attempt(write if ranks.writes else lambda: _exhaust(checkpoint_tensors(root)))
+
+
+def _exhaust(tensors: Iterable[Any]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _finish(
+    root: PreTrainedModel, folder: Path, described: dict[str, Any], extra_files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Everything beside the shards, the config last."""
     if root.can_generate() and root.generation_config is not None:
         root.generation_config.save_pretrained(folder)
     config = copy.deepcopy(root.config)
@@ -77,8 +108,6 @@ def export(
     for name, extra in extra_files.items():
         write_json(folder / name, extra)
     write_json(folder / "config.json", content)
-    if layout != "swapq":
-        write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
 
 
 def _relaid(

@@ -90,6 +90,11 @@ def verify(
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
     known = _structure(folder, described, layout, report)
+    try:
+        entry = described.config.get("quantization_config") or {}
+        report.problems.extend(layout.contradictions(entry, folder.path))
+    except SwapqError as error:
+        report.problems.append(str(error))
     _hashes(folder, report, progress)
     files = SourceFiles(folder.path)
     try:

@@ -23,7 +23,7 @@ from swapq.headers import TensorHeader
 from swapq.nn.storage import QuantizedStorage
 from swapq.recipe import FORMATS, Recipe
 
-__all__ = ["ForeignConfig", "foreign_config", "recipe_for", "stored_names", "translated"]
+__all__ = ["ForeignConfig", "foreign_config", "read_names", "recipe_for", "stored_names", "translated"]
 
 Headers = Mapping[str, tuple[str, TensorHeader]]
 
@@ -141,18 +141,23 @@ def stored_names(module: QuantizedStorage, layout: str) -> list[str]:
     return [s.name for weight in module.hub_weights() for s in layouts.get(layout).stored(weight, fmt, (block, block))]
 
 
+def read_names(weight: str, fmt: str, layout: str) -> list[str]:
+    """Names of the tensors that one weight is read from: scales of activations are not among them."""
+    block = formats.get(fmt).block
+    stored = layouts.get(layout).stored(weight, fmt, (block, block))
+    return [s.name for s in stored if "input" not in s.name.rpartition(".")[2]]
+
+
 def translated(weight: str, fmt: str, layout: str, read: Any) -> dict[str, Tensor]:
-    """The tensors of one foreign weight under the names of layout ``swapq``.
+    """The tensors of one weight of any layout under the names of layout ``swapq``.
 
     Args:
         read: ``name -> tensor``; raises CheckpointError for a name that is not there.
     """
-    form = formats.get(fmt)
-    source = layouts.get(layout)
-    wanted = [
-        s.name for s in source.stored(weight, fmt, (form.block, form.block)) if "input" not in s.name.rpartition(".")[2]
-    ]
-    parts = source.decode(weight, fmt, {name: read(name) for name in wanted})
+    tensors = {name: read(name) for name in read_names(weight, fmt, layout)}
+    if layout == "swapq":
+        return tensors
+    parts = layouts.get(layout).decode(weight, fmt, tensors)
     scales = parts.scales.view(torch.uint8) if parts.scales.dtype == torch.float8_e8m0fnu else parts.scales
     scale_2 = None if parts.global_scale is None else parts.global_scale.float().reshape(())
     return layouts.get("swapq").encode(weight, fmt, parts._replace(scales=scales, global_scale=scale_2))

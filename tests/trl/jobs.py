@@ -322,6 +322,7 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
     built = trainer(model, peft_config=config, approximate_lora=approximate)
     base = built.model.get_base_model()
     masters = {name: p.detach().clone() for name, p in base.named_parameters() if "lora_" not in name}
+    warnings = warned("swapq_trl.generation")
     built.train()
     report = built.sync_weights()
     unchanged = all(torch.equal(p, masters[name]) for name, p in base.named_parameters() if name in masters)
@@ -334,7 +335,21 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
         "verified": report.verified,
         "tensors": report.tensors,
         "codes_changed": report.lora_codes_changed,
+        "warnings": warnings,
     }
+
+
+def warned(logger: str) -> list[str]:
+    """A list that fills with what ``logger`` warns about."""
+    import logging
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    messages: list[str] = []
+    logging.getLogger(logger).addHandler(Listener(logging.WARNING))
+    return messages
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +66,10 @@ class Layout(ABC):
             CheckpointError: the config contradicts itself, or says nothing of a module that is stored quantized.
             UnsupportedError: an algorithm that swapq does not read.
         """
+
+    def contradictions(self, described: Mapping[str, Any], folder: Path) -> list[str]:
+        """What further files of ``folder`` say against ``described``, one sentence each."""
+        return []
 
     def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
         """Further JSON files, by name, that readers of this layout want."""

@@ -5,6 +5,7 @@ per token, computed online, and engines that want a static one get the neutral v
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from swapq.checkpoint.layouts.base import Layout, Stored, kept_modules, stem
 from swapq.checkpoint.layouts.swapq import SwapqLayout
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.formats import Parts
+from swapq.headers import read_json
 from swapq.natural import natural_key
 from swapq.plan import Plan
 
@@ -24,6 +26,7 @@ _ALGORITHMS = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
 #: algorithms that are read
 _READ = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 _GROUP = {"nvfp4": 16, "mxfp8": 32}
+_FILE = "hf_quant_config.json"
 _PRODUCER = {"name": "swapq", "version": __version__}
 
 
@@ -68,6 +71,24 @@ class ModelOptLayout(Layout):
         rest = layers.keys() - set(entries.values())
         return found | {f"{m}.weight": _format(layers[m].get("quant_algo")) for m in sorted(rest, key=natural_key)}
 
+    def contradictions(self, described: Mapping[str, Any], folder: Path) -> list[str]:
+        path = folder / _FILE
+        said = read_json(path).get("quantization") if path.exists() else None
+        if not isinstance(said, dict):
+            return []
+        found = []
+        for key, other in (
+            ("quant_algo", "quant_algo"),
+            ("quantized_layers", "quantized_layers"),
+            ("ignore", "exclude_modules"),
+        ):
+            here, there = described.get(key), said.get(other)
+            if key in described and other in said and _plain(here) != _plain(there):
+                found.append(
+                    f"{_FILE}: its {other} and {key} of config.json differ, and readers believe either; convert it again"
+                )
+        return found
+
     def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
         quantization: dict[str, Any] = {
             "quant_algo": _algorithm(plan),
@@ -75,7 +96,7 @@ class ModelOptLayout(Layout):
             "exclude_modules": kept_modules(plan),
         }
         return {
-            "hf_quant_config.json": {
+            _FILE: {
                 "producer": _PRODUCER,
                 "quantization": quantization | _group_size(plan) | _layers(plan),
             }
@@ -107,6 +128,11 @@ def _layers(plan: Plan) -> dict[str, Any]:
         stem(name): {"quant_algo": _ALGORITHMS[fmt], "group_size": _GROUP[fmt]} for name, fmt in plan.quantized.items()
     }
     return {"quantized_layers": layers}
+
+
+def _plain(value: Any) -> Any:
+    """The value without an order that means nothing."""
+    return sorted(map(str, value)) if isinstance(value, list) else value
 
 
 def _format(algorithm: object) -> str:
