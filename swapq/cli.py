@@ -257,6 +257,37 @@ def recipes(as_json: Json = False) -> None:
 
 
 @app.command()
+def sensitivity(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="A BF16 checkpoint folder.", show_default=False)],
+    recipe: RecipeOption,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="One prompt a line; else a few built-in ones.")
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", help="Layers to propose; else as many as the recipe keeps, or 15 %.", min=0),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the proposed recipe.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run the model.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Rank the layers by what quantizing them costs (KL of the logits), and propose which to keep in BF16."""
+    from swapq.cli_sensitivity import measure, shown, write_recipe
+
+    found, what = measure(source, recipe, prompts, device, stderr)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(keep) | {"prompts": what}, indent=1))
+    else:
+        for part in shown(found, what, keep):
+            stdout.print(part)
+    if output is not None:
+        write_recipe(found, keep, output)
+        stderr.print(f"wrote {output}: use it as --recipe {output}")
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what is installed, what is supported, which kernels will run, and what to do about each gap."""
     from dataclasses import asdict

@@ -38,7 +38,7 @@ RECIPE_FIELDS = [
     "expert_tp",
     "force_rollout",
 ]
-COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "verify"}
+COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "sensitivity", "verify"}
 ROOT = Path(swapq.__file__).parent
 
 

@@ -17,6 +17,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from swapq.checkpoint.export import export
 from swapq.convert import is_converted, recipe_of
 from swapq.diagnostics import audit
+from swapq.diagnostics.audit import running as runs_in
 from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
@@ -285,7 +286,7 @@ class VLLMGeneration(_VLLMGeneration):
 
 def _require_same_formats(model: Any, engine: Mapping[str, tuple[str, str]]) -> None:
     """Digests cannot see rows that one side alone quantizes; the layers that compute can tell."""
-    different = audit(model, engine) if is_converted(model) else {}
+    different = audit(runs_in(model, served=True), engine) if is_converted(model) else {}
     if different:
         name, (ours, theirs) = next(iter(different.items()))
         raise SyncError(

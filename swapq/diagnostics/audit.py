@@ -34,8 +34,10 @@ class Runs(NamedTuple):
 BF16 = Runs("bf16", "bf16")
 
 
-def running(side: "nn.Module | str | os.PathLike[str]") -> dict[str, Runs]:
+def running(side: "nn.Module | str | os.PathLike[str]", *, served: bool = False) -> dict[str, Runs]:
     """Checkpoint name of every linear and expert weight -> what it runs in.
+
+    ``served`` asks of a model what an engine of its export runs, which differs where training is BF16 and the rollout is not.
 
     Of a model this is read from its modules as they are now; of a folder, from what its config promises a reader. An engine's is
     ``swapq_vllm.receiver.running(llm)``.
@@ -48,7 +50,8 @@ def running(side: "nn.Module | str | os.PathLike[str]") -> dict[str, Runs]:
         root = base_model(side)
         found = plan_of(root).anatomy if is_converted(root) else anatomy.of_model(root)
         plain = {name: BF16 for info in found.tensors if info.linear for name in found.hub_weights(info)}
-        specs = {name: m.spec for m in swapped_modules(root) for name in m.hub_weights()}
+        quantizing = (m for m in swapped_modules(root) if served or not m.trains_in_bf16)
+        specs = {name: m.spec for m in quantizing for name in m.hub_weights()}
         return plain | {name: Runs(spec.weights, spec.activations) for name, spec in specs.items()}
     described = describe_folder(read_folder(folder_path(side)))
     recipe = described.recipe
@@ -59,20 +62,21 @@ def running(side: "nn.Module | str | os.PathLike[str]") -> dict[str, Runs]:
 
 
 def audit(
-    one: "nn.Module | str | os.PathLike[str]",
+    one: "nn.Module | str | os.PathLike[str] | Mapping[str, tuple[str, str]]",
     other: "nn.Module | str | os.PathLike[str] | Mapping[str, tuple[str, str]]",
 ) -> dict[str, tuple[Runs, Runs]]:
     """Weights that the two sides compute differently: name -> what each runs. Empty means that no layer differs.
 
     Args:
-        one: a model, or a checkpoint folder.
+        one: a model, a checkpoint folder, or what :func:`running` gave.
         other: the same, or what an engine's ``running`` gave. An engine's rank is asked only for the weights that it holds.
 
     Raises:
         AnatomyError, CheckpointError: see :func:`running`.
     """
-    ours = running(one)
-    theirs = {n: Runs(*r) for n, r in other.items()} if isinstance(other, Mapping) else running(other)
+    ours, theirs = (
+        {n: Runs(*r) for n, r in side.items()} if isinstance(side, Mapping) else running(side) for side in (one, other)
+    )
     names = theirs if isinstance(other, Mapping) else ours | theirs
     pairs = {name: (ours.get(name, BF16), theirs.get(name, BF16)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

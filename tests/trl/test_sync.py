@@ -11,7 +11,7 @@ from tests.trl.conftest import Job
 from tests.trl.jobs import tiny
 
 # On a random model with large experts rounding flips many 4-bit codes; a stale or wrong engine is at 0.3 and more.
-ROUNDING = {"bf16": 0.03, "mxfp8-rl": 0.05, "nvfp4-rl": 0.15}
+ROUNDING = {"bf16": 0.03, "mxfp8-rl": 0.05, "nvfp4-rl": 0.15, "fp8-block-rl": 0.05, "int4-qat": 0.03}
 
 
 @pytest.fixture(scope="module", params=ROUNDING)
