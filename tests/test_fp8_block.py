@@ -137,3 +137,29 @@ def test_a_group_that_int4_has_not_is_refused_with_the_choice() -> None:
         swapq.quantize(torch.zeros(2, 64), "int4", block=64)
     with pytest.raises(swapq.SwapqError, match="leave it out"):
         swapq.quantize(torch.zeros(2, 64), "nvfp4", block=32)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_expert_tp_changes_no_bit_where_ranks_cut_between_blocks(trainable: bool) -> None:
+    """One scale per 128 elements does not know how many ranks hold the row, unlike NVFP4's one per row."""
+    from tests.helpers.models import prompts, qwen3_moe
+
+    sizes = {"moe_intermediate_size": 256, "num_hidden_layers": 1}
+    models = [swapq.convert(qwen3_moe(**sizes), "fp8-block-rl", expert_tp=tp, trainable=trainable) for tp in (1, 2)]
+    with torch.no_grad():
+        assert torch.equal(*(model(prompts()).logits for model in models))
+    with pytest.raises(swapq.SwapqError, match="not a multiple of the fp8_block block of 128"):
+        swapq.convert(qwen3_moe(**sizes), "fp8-block-rl", expert_tp=4)
+
+
+def test_a_plan_knows_where_ranks_would_cut_a_tile() -> None:
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe(moe_intermediate_size=256, hidden_size=256, head_dim=128, num_key_value_heads=2)
+    swapq.plan(model, "fp8-block-rl", tp=2, ep=2)
+    with pytest.raises(swapq.SwapqError, match=r"experts down: length 256 over tp = 4 is 64 a rank"):
+        swapq.plan(model, "fp8-block-rl", tp=4)
+    narrow = qwen3_moe(head_dim=48)
+    swapq.plan(narrow, "fp8-block-rl")
+    with pytest.raises(swapq.SwapqError, match=r"q_proj.weight: 192 rows over tp = 2 are 96 a rank"):
+        swapq.plan(narrow, "fp8-block-rl", tp=2, ep=2)
