@@ -106,6 +106,8 @@ def test_columns_are_quantized_by_rows_of_tiles_only() -> None:
     assert q.scales.shape == (3, 8)
     with pytest.raises(swapq.SwapqError, match="square tile has no axis"):
         swapq.quantize(torch.randn(300, 8).to(torch.bfloat16), "fp8_block", axis=-2)
+    with pytest.raises(swapq.SwapqError, match="3 rows have no halves"):
+        swapq.quantize(torch.zeros(3, 8), "fp8_block", scope="halves")
 
 
 def test_a_block_that_falls_below_the_floor_is_counted() -> None:
@@ -163,3 +165,18 @@ def test_a_plan_knows_where_ranks_would_cut_a_tile() -> None:
     swapq.plan(narrow, "fp8-block-rl")
     with pytest.raises(swapq.SwapqError, match=r"q_proj.weight: 192 rows over tp = 2 are 96 a rank"):
         swapq.plan(narrow, "fp8-block-rl", tp=2, ep=2)
+
+
+def test_a_checkpoint_of_a_live_model_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapq.checkpoint.tensors import checkpoint_tensors
+    from swapq.nn import experts
+    from tests.helpers.models import qwen3_moe
+
+    model = swapq.convert(qwen3_moe(), "nvfp4-rl", last_layers_bf16=0)
+    seen: list[tuple[int, ...]] = []
+    real = experts.quantize_weight
+    monkeypatch.setattr(
+        experts, "quantize_weight", lambda w, *a, **k: (seen.append(tuple(w.shape)), real(w, *a, **k))[1]
+    )
+    list(checkpoint_tensors(model))
+    assert seen == [(8, 64, 64), (8, 64, 32)] * 2
