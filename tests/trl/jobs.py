@@ -283,7 +283,7 @@ def drift(built: Any) -> dict[str, Any]:
     return {"since_start": since_start, "noticed": noticed, "refused": refused}
 
 
-def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
+def options(kind: str, recipe: str | dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A short training with other TRL settings."""
     from arithmetic.task import prompts
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from swapq.errors import UnsupportedError
+from tests.helpers.mixed import mixed
 from tests.trl.conftest import Job
 
 
@@ -72,6 +73,16 @@ def test_without_the_correction_the_mismatch_is_still_logged(iterations: dict[st
         assert 0 < row["swapq/mismatch_abs_mean"] < 0.15
         assert row["swapq/mismatch_masked_fraction"] == 0
         assert not any(name.startswith("sampling/") for name in row)
+
+
+@pytest.mark.vllm
+def test_a_recipe_of_two_formats_trains_with_verified_syncs(job: Job) -> None:
+    result = job("options", kind="GRPO", recipe=mixed(last_layers_bf16=0).to_dict(), steps=2)
+    assert result["sync"]["error"] is None
+    assert steps(result) == [1, 2]
+    for row in result["history"]:
+        assert 0 < row["swapq/mismatch_abs_mean"] < 0.15
+        assert row["swapq/sync_tensors_verified"] == 173  # codes and scales of both formats, and what stays
 
 
 @pytest.mark.vllm
