@@ -1,4 +1,4 @@
-"""Row quantizers on CUDA: the bytes of ``swapq.formats``, or the exact BF16 operand that the expert kernels read."""
+"""Quantizers on CUDA: the bytes of ``swapq.formats``, or the exact operand that the expert kernels read; and the way back."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,20 @@ from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4
 from swapq.kernels.cuda.program import program
 
-__all__ = ["GROUPS", "OPERANDS", "RowOperand", "padded", "quantize_matrix", "quantize_rows", "row_operand"]
+__all__ = [
+    "GROUPS",
+    "OPERANDS",
+    "RowOperand",
+    "column_values",
+    "dequantize",
+    "expand",
+    "matrix_amax",
+    "padded",
+    "quantize_columns",
+    "quantize_matrix",
+    "quantize_rows",
+    "row_operand",
+]
 
 #: elements in one round of the tensor core's order (order.cuh)
 GROUPS = {"nvfp4": 128, "mxfp8": 64}
@@ -122,33 +135,55 @@ def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None) -> RowOpera
 
 def expand(parts: Parts, fmt: str) -> Tensor:
     """Operand values of stored weights ``[..., N, K]`` in the tensor core's order: ``[..., N, padded K]``."""
-    return _expanded(parts, fmt, dequantized=False)
+    lead, k = parts.codes.shape[:-1], _length(parts, fmt)
+    width, group = padded(k, fmt), GROUPS[fmt]
+    out = torch.empty(*lead, width, dtype=OPERANDS[fmt], device=parts.codes.device)
+    rows = lead.numel()
+    kernel = program("expand", out.device, K=k, NVFP4=int(fmt == "nvfp4"), GROUP=group, THREADS=_THREADS)
+    kernel.launch((-(-rows * width // (group // 4) // _THREADS),), _THREADS, parts.codes, parts.scales, rows, out)
+    return out
 
 
 def dequantize(parts: Parts, fmt: str) -> Tensor:
-    """``bf16(dequantize)`` of stored weights or rows ``[..., N, K]``; one FP32 scale per matrix, or one per row in row scope."""
-    return _expanded(parts, fmt, dequantized=True)
-
-
-def _expanded(parts: Parts, fmt: str, *, dequantized: bool) -> Tensor:
-    *lead, n, stored = parts.codes.shape
-    k = stored * (2 if fmt == "nvfp4" else 1)
-    width = k if dequantized else padded(k, fmt)
-    dtype = torch.bfloat16 if dequantized else OPERANDS[fmt]
-    out = torch.empty(*lead, n, width, dtype=dtype, device=parts.codes.device)
-    rows = out.numel() // width
-    scale = parts.global_scale
-    per_scale = 1 if scale is None else rows // max(scale.numel(), 1)
-    group = GROUPS[fmt]
+    """``bf16(dequantize)`` of stored weights or rows ``[..., N, K]``; NVFP4 has one FP32 scale per matrix, or one per row."""
+    lead, k = parts.codes.shape[:-1], _length(parts, fmt)
+    out = torch.empty(*lead, k, dtype=torch.bfloat16, device=parts.codes.device)
+    rows, scale = lead.numel(), parts.global_scale
     kernel = program(
-        "expand",
+        "dequantize",
         out.device,
         K=k,
         NVFP4=int(fmt == "nvfp4"),
-        GROUP=group,
-        DEQUANTIZED=int(dequantized),
+        GROUP=GROUPS[fmt],
+        SCOPE_ROWS=1 if scale is None else rows // max(scale.numel(), 1),
         THREADS=_THREADS,
     )
-    runs = padded(k, fmt) // (group // 4)
-    kernel.launch((-(-rows * runs // _THREADS),), _THREADS, parts.codes, parts.scales, scale, 1, per_scale, rows, out)
+    kernel.launch((-(-rows * (k // 8) // _THREADS),), _THREADS, parts.codes, parts.scales, scale, rows, out)
     return out
+
+
+def quantize_columns(x: Tensor) -> Parts:
+    """MXFP8 codes and scales of contiguous BF16 ``x [..., M, K]`` in blocks of 32 rows (contract section 1, column-wise)."""
+    form = formats.get("mxfp8")
+    shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope, axis=-2)
+    parts = Parts(*(torch.empty(shapes[n], dtype=form.dtypes[n], device=x.device) for n in ("codes", "scales")))
+    _columns(x, parts.codes, parts.scales, operand=False)
+    return parts
+
+
+def column_values(x: Tensor) -> Tensor:
+    """The exact BF16 values of :func:`quantize_columns`, without codes in between: ``[..., M, K]``."""
+    out = torch.empty_like(x)
+    _columns(x, out, None, operand=True)
+    return out
+
+
+def _columns(x: Tensor, out: Tensor, scales: Tensor | None, *, operand: bool) -> None:
+    rows, k = x.shape[-2:]
+    kernel = program("quantize_columns", x.device, K=k, OPERAND=int(operand), THREADS=_THREADS)
+    grid = (-(-k // 2 // _THREADS), -(-rows // 32), x.shape[:-2].numel())
+    kernel.launch(grid, _THREADS, x, rows, out, scales)
+
+
+def _length(parts: Parts, fmt: str) -> int:
+    return parts.codes.shape[-1] * (2 if fmt == "nvfp4" else 1)
