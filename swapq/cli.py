@@ -244,22 +244,47 @@ def card(
 
 @app.command()
 def recipes(as_json: Json = False) -> None:
-    """List the named recipes."""
-    from swapq.recipe import Recipe, names, planned
+    """List the named recipes, and which pairs of training and rollout are supported."""
+    from swapq.cli_recipes import as_dict, tables
+    from swapq.recipe import Recipe, names
 
     made = [Recipe.named(name) for name in names()]
     if as_json:
-        typer.echo(json.dumps({"recipes": [r.to_dict() for r in made], "planned": planned()}, indent=1))
+        typer.echo(json.dumps(as_dict(made), indent=1))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("recipe", "weights", "activations", "backward", "BF16 exceptions"):
-        table.add_column(column, overflow="fold")
-    for r in made:
-        weights = ", ".join(f"{role} {fmt}" for role, fmt in r.weights.items()) or "bf16"
-        table.add_row(r.name, weights, r.activations, r.backward, _exceptions(r))
-    for name, what in planned().items():
-        table.add_row(name, f"planned, not in this version: {what}", style="dim")
-    stdout.print(table)
+    for table in tables(made):
+        stdout.print(table)
+
+
+@app.command()
+def sensitivity(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="A BF16 checkpoint folder.", show_default=False)],
+    recipe: RecipeOption,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="One prompt a line; else a few built-in ones.")
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", help="Layers to propose; else as many as the recipe keeps, or 15 %.", min=0),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Write the proposed recipe.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run the model.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Rank the layers by what quantizing them costs (KL of the logits), and propose which to keep in BF16."""
+    from swapq.cli_sensitivity import measure, shown, write_recipe
+
+    found, what = measure(source, recipe, prompts, device, stderr)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(keep) | {"prompts": what}, indent=1))
+    else:
+        for part in shown(found, what, keep):
+            stdout.print(part)
+    if output is not None:
+        write_recipe(found, keep, output)
+        stderr.print(f"wrote {output}: use it as --recipe {output}")
 
 
 @app.command()
@@ -286,19 +311,6 @@ def doctor(as_json: Json = False) -> None:
         stdout.print(table)
     if any(f.status == "gap" for f in findings):
         raise typer.Exit(1)
-
-
-def _exceptions(recipe: Any) -> str:
-    said = [
-        f"{what} {_amount(n)}"
-        for what, n in (("first", recipe.first_layers_bf16), ("last", recipe.last_layers_bf16))
-        if n
-    ]
-    return ", ".join([*said, *recipe.keep_bf16]) or "none"
-
-
-def _amount(value: int | float) -> str:
-    return f"{value} layers" if isinstance(value, int) else f"{value:.0%} of layers"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from swapq.anatomy import ExpertsLayout
 from swapq.errors import PlanError, UnsupportedError
+from swapq.formats import get
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.functional import LinearSpec
 from swapq.nn.gather import whole
@@ -73,7 +74,8 @@ def _forget_old_quantization(model: nn.Module) -> None:
 def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool = True) -> M:
     """Carry out a plan of ``model``. ``check=False`` leaves values alone (a model on the meta device)."""
     recipe = the_plan.recipe
-    formats = {entry.name: entry.format for entry in the_plan if entry.format != "bf16"}
+    entries = {entry.name: entry for entry in the_plan if entry.format != "bf16"}
+    formats = {name: entry.format for name, entry in entries.items()}
     modules = dict(model.named_modules())
     fused = {
         f"{layout.prefix}.{name}": layout
@@ -94,7 +96,7 @@ def apply_plan(model: M, the_plan: Plan, *, trainable: bool = True, check: bool 
 
     done: set[str] = set()
     for name, fmt in formats.items():
-        spec = LinearSpec(fmt, recipe.activations, recipe.backward)
+        spec = LinearSpec(fmt, recipe.activations_of(entries[name].role), recipe.backward)
         if name not in fused:
             owner = name.removesuffix(".weight")
             SwapqLinear.adopt(modules[owner], spec, the_plan.anatomy.hub_name(name))
@@ -153,7 +155,7 @@ def _pair(modules: dict[str, nn.Module], layout: ExpertsLayout, formats: dict[st
     """Gate and up of one expert share their FP32 scale."""
     for expert in range(layout.num_experts):
         gate, up = (modules.get(f"{layout.prefix}.{expert}.{name}") for name in (layout.hub_gate, layout.hub_up))
-        if isinstance(gate, SwapqLinear) and isinstance(up, SwapqLinear) and gate.spec.weights == "nvfp4":
+        if isinstance(gate, SwapqLinear) and isinstance(up, SwapqLinear) and get(gate.spec.weights).shares_scale:
             gate.pair_with(up)
 
 

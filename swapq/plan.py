@@ -161,6 +161,8 @@ class Plan:
             "family": self.anatomy.family,
             "recipe": self.recipe.name,
             "recipe_id": self.recipe.id,
+            "policies": self.recipe.policies,
+            "matched": self.recipe.matched,
             "tp": self.tp,
             "ep": self.ep,
             "layers": self.anatomy.num_layers,

@@ -3,16 +3,16 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from swapq import formats
 from swapq.anatomy import Anatomy, ExpertsLayout, Role, TensorInfo
-from swapq.anatomy.names import FUSED_GROUPS, ROW_PARALLEL, live_spelling
+from swapq.anatomy.names import FUSED_GROUPS, live_spelling
 from swapq.anatomy.role import ALWAYS_KEPT, NEVER_QUANTIZED, UNTOUCHED
 from swapq.errors import PlanError
+from swapq.plan_lengths import check_lengths
 from swapq.recipe import Recipe
 
 __all__ = ["Decision", "Verdict", "decide"]
@@ -61,7 +61,7 @@ def decide(anatomy: Anatomy, recipe: Recipe, *, tp: int, ep: int) -> Verdict:
     verdict = Verdict(decisions, first, last)
     _skip_small(anatomy, verdict)
     _check_groups(anatomy, verdict)
-    _check_lengths(anatomy, recipe, verdict, tp, ep)
+    check_lengths(anatomy, recipe, [d.format for d in verdict.decisions], tp, ep)
     _check_any(anatomy, recipe, verdict)
     verdict.patterns = _pattern_roles(anatomy, recipe, kept)
     verdict.warnings = _warnings(anatomy, recipe, verdict, tp, ep)
@@ -272,74 +272,6 @@ def _check_groups(anatomy: Anatomy, verdict: Verdict) -> None:
             )
 
 
-def _check_lengths(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: int) -> None:
-    problems: list[str] = []
-    done: set[str] = set()
-    for info, decision in zip(anatomy.tensors, verdict.decisions, strict=True):
-        if decision.format in ("bf16", "dropped"):
-            continue
-        layout = anatomy.layout_of(info)
-        if layout is None:
-            problems += _linear_lengths(info, decision.format, recipe, tp)
-        elif layout.prefix not in done:
-            done.add(layout.prefix)
-            problems += _expert_lengths(layout, decision.format, recipe, 1 if ep > 1 else tp)
-            if ep > layout.num_experts:
-                problems.append(f"{layout.prefix} has {layout.num_experts} experts, fewer than ep = {ep}")
-    if problems:
-        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-        raise PlanError("; ".join(problems[:4]) + more)
-
-
-def _linear_lengths(info: TensorInfo, fmt: str, recipe: Recipe, tp: int) -> Iterable[str]:
-    rows, length = info.shape
-    owner = info.name.removesuffix(".weight").rpartition(".")[2]
-    group = next((names for names in FUSED_GROUPS if owner in names), frozenset({owner}))
-    advice = f"add {' and '.join(repr(part) for part in sorted(group))} to keep_bf16"
-    yield from _cut(info.name, length, tp if owner in ROW_PARALLEL else 1, fmt, f"tp = {tp}", advice)
-    yield from _rows(info.name, rows, fmt, recipe, advice)
-
-
-def _expert_lengths(layout: ExpertsLayout, fmt: str, recipe: Recipe, tp: int) -> Iterable[str]:
-    up, down = f"{layout.prefix} gate and up" if layout.gated else f"{layout.prefix} up", f"{layout.prefix} down"
-    advice = f"add {layout.prefix!r} to keep_bf16"
-    yield from _cut(up, layout.hidden, 1, fmt, "", advice)
-    alone = list(_cut(down, layout.intermediate, 1, fmt, "", advice))
-    yield from alone
-    if not alone:
-        yield from _cut(
-            down, layout.intermediate, tp, fmt, f"tp = {tp}", "use a smaller tp, or expert parallelism (ep)"
-        )
-        if recipe.expert_tp != tp:
-            yield from _cut(
-                down,
-                layout.intermediate,
-                recipe.expert_tp,
-                fmt,
-                f"expert_tp = {recipe.expert_tp}",
-                "use a smaller expert_tp",
-            )
-    yield from _rows(down, layout.hidden, fmt, recipe, advice)
-
-
-def _cut(name: str, length: int, parts: int, fmt: str, why: str, advice: str) -> Iterable[str]:
-    block = formats.get(fmt).block
-    if length % block:
-        yield f"{name}: length {length} is not a multiple of the {fmt} block of {block}; {advice}"
-    elif length % parts or (length // parts) % block:
-        share = f"{length / parts:g}"
-        yield f"{name}: length {length} over {why} is {share} a rank, not a multiple of the {fmt} block of {block}; {advice}"
-
-
-def _rows(name: str, rows: int, fmt: str, recipe: Recipe, advice: str) -> Iterable[str]:
-    block = formats.get(fmt).block
-    if recipe.backward == "low_precision" and rows % block:
-        yield (
-            f"{name}: {rows} output rows are not a multiple of the {fmt} block of {block}, along which backward 'low_precision' "
-            f"quantizes; choose another backward, or {advice}"
-        )
-
-
 def _check_any(anatomy: Anatomy, recipe: Recipe, verdict: Verdict) -> None:
     if not recipe.formats or any(d.format not in ("bf16", "dropped") for d in verdict.decisions):
         return
@@ -358,7 +290,11 @@ def _check_any(anatomy: Anatomy, recipe: Recipe, verdict: Verdict) -> None:
 
 
 def _warnings(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: int) -> list[str]:
-    found: list[str] = []
+    found: list[str] = [] if recipe.matched else [f"{recipe.policies}; their mismatch is logged in every step"]
+    if recipe.no_rollout:
+        found.append(
+            f"not for RL rollouts: {recipe.no_rollout}; export, conversion and sync refuse it (`force_rollout`)"
+        )
     for name, count in (("first_layers_bf16", verdict.first), ("last_layers_bf16", verdict.last)):
         value = getattr(recipe, name)
         if value and not count:

@@ -84,7 +84,9 @@ def table(plan: "Plan") -> RenderableType:
 
 
 def _grid(plan: "Plan", *, wide: bool) -> Table:
-    title = f"{plan.anatomy.family} with {plan.recipe.name}"
+    title = f"{plan.anatomy.family} with {plan.recipe.name}" + (
+        "" if plan.recipe.matched else " (two different policies)"
+    )
     grid = Table(title=title, title_justify="left", header_style="bold", pad_edge=False, box=None)
     for column, justify in (
         ("tensor", "left"),
@@ -135,6 +137,7 @@ def _totals(plan: "Plan") -> list[str]:
         f"{human_bytes(s['bytes_before'])} -> {human_bytes(s['bytes_after'])} ({ratio:.1%}), "
         f"{s['bits_per_parameter']:.2f} bits per parameter, {s['parameters']:,} parameters",
     ]
+    lines.append(s["policies"])
     for exception in s["exceptions"]:
         lines.append(f"exception: {exception['tensors']} {exception['role']} tensors stay: {exception['reason']}")
     for pattern, roles in s["patterns"].items():

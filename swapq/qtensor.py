@@ -20,8 +20,8 @@ class QTensor(TorchAOBaseTensor):
     """A quantized tensor of logical shape ``shape`` and dtype ``dtype`` (the dtype it was quantized from).
 
     Attributes:
-        codes: elements as stored (MXFP8: float8_e4m3fn; NVFP4: uint8, two codes a byte, even element low).
-        scales: block scales, linear layout (MXFP8: uint8 E8M0; NVFP4: float8_e4m3fn).
+        codes: elements (MXFP8, FP8 block: float8_e4m3fn; NVFP4: uint8, two codes a byte, even element low; INT4: int8, one code each).
+        scales: block scales, linear layout (MXFP8: uint8 E8M0; NVFP4: float8_e4m3fn; FP8 block: float32; INT4: bfloat16).
         global_scale: NVFP4's float32 decode scale(s), else None.
         format, scope, axis: what the bits mean, over what the FP32 scale reaches, and the block axis (-1 or -2).
     """
@@ -82,8 +82,12 @@ class QTensor(TorchAOBaseTensor):
         """``{"codes": ..., "scales": ..., "global_scale": ...}`` without what is None."""
         return {k: v for k, v in self.parts._asdict().items() if v is not None}
 
+    def stored_parts(self) -> dict[str, Tensor]:
+        """:meth:`named_parts` as they lie in files and on the wire (INT4: two codes a byte)."""
+        return {k: v for k, v in self.spec.stored(self.parts)._asdict().items() if v is not None}
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        parts = {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in self.named_parts().items()}
+        parts = {k: v.view(torch.uint8) if v.dtype == torch.float8_e4m3fn else v for k, v in self.named_parts().items()}
         return _rebuilt, (parts, self.format, self.scope, self.axis, self.source_dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -97,8 +101,8 @@ class QTensor(TorchAOBaseTensor):
 
 def _rebuilt(parts: dict[str, Tensor], fmt: str, scope: str, axis: int, dtype: torch.dtype) -> QTensor:
     """A pickled QTensor. Its parts travel as bytes, since plain pickle knows no float8."""
-    stored = formats.get(fmt).dtypes
-    codes, scales = (parts[k] if parts[k].dtype == stored[k] else parts[k].view(stored[k]) for k in ("codes", "scales"))
+    float8 = [k for k, dtype in formats.get(fmt).dtypes.items() if dtype == torch.float8_e4m3fn]
+    codes, scales = (parts[k].view(torch.float8_e4m3fn) if k in float8 else parts[k] for k in ("codes", "scales"))
     return QTensor(codes, scales, fmt, scope, axis, dtype, parts.get("global_scale"))
 
 
@@ -142,29 +146,29 @@ def quantize(
     amax: Tensor | None = None,
     block: int | None = None,
 ) -> QTensor:
-    """Quantize ``x`` in the dtype it has (contract sections 1 and 2; casting a master to BF16 first is the caller's part).
+    """Quantize ``x`` in the dtype it has (contract sections 1, 2 and 7; casting a master to BF16 first is the caller's part).
 
     Args:
         x: ``[..., M, K]``, BF16, FP16 or FP32, any strides. Leading dimensions are experts: one FP32 scale each.
-        fmt: ``"mxfp8"`` or ``"nvfp4"``.
-        scope: ``nvfp4``: ``"tensor"`` (default), ``"row"`` or ``"tile"``. ``mxfp8`` has no scope to choose.
-        axis: block axis. -2 quantizes column-wise (``mxfp8``).
+        fmt: ``"mxfp8"``, ``"nvfp4"``, ``"fp8_block"`` or ``"int4"``.
+        scope: ``nvfp4``: ``"tensor"`` (default), ``"row"`` or ``"tile"``; ``fp8_block``: ``"tile"`` (default) or ``"row"``. The others have
+            no scope to choose.
+        axis: block axis. -2 quantizes column-wise (``mxfp8``, ``fp8_block`` by rows).
         amax: float32, a shared scope amax (a gate/up pair): shape of the leading dimensions, or of the rows in row scope. One
             number serves every scope.
-        block: group size of formats that have a choice (none of these two).
+        block: group size of ``int4``: 128 (default) or 32. In groups of 32 the format is called ``int4_g32``.
 
     Raises:
         FormatError: see :meth:`swapq.formats.Format.check`; an ``amax`` of another shape.
     """
-    form = formats.get(fmt)
+    form = formats.with_block(fmt, block)
+    fmt = form.name
     if not isinstance(x, Tensor):
         raise FormatError(f"{fmt}: expected a torch.Tensor, got {type(x).__name__}")
     scope = form.default_scope if scope is None else scope
-    if block is not None and block != form.block:
-        raise FormatError(f"{fmt}: block is {block}, but the format has blocks of {form.block}; leave `block` out")
     if isinstance(x, QTensor):
         raise FormatError(f"{fmt}: the tensor is quantized already ({x.format}); quantize the high-precision tensor")
-    if amax is not None and fmt != "nvfp4":
+    if amax is not None and not form.shares_scale:
         raise FormatError(f"{fmt}: `amax` is given, but only nvfp4 has a scale that tensors can share; leave it out")
     form.check(x, scope=scope, axis=axis)
     if amax is not None:

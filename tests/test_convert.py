@@ -16,6 +16,7 @@ from swapq.checkpoint.tensors import checkpoint_tensors
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.linear import SwapqLinear
 from tests.helpers.models import FAMILIES, prompts, qwen3_moe
+from tests.helpers.recipes import tiny
 from tests.helpers.remote import listed_experts
 
 RECIPES = [
@@ -24,12 +25,17 @@ RECIPES = [
     ("mxfp8-rl", "low_precision"),
     ("mxfp8-rl", "high_precision"),
     ("mxfp8-rl", "dequantized"),
+    ("fp8-block-rl", "low_precision"),
+    ("fp8-block-rl", "high_precision"),
+    ("fp8-block-rl", "dequantized"),
+    ("int4-qat", "dequantized"),
 ]
+MATCHED = ["nvfp4-rl", "mxfp8-rl", "fp8-block-rl", "int4-qat"]
 IDS = [f"{r}-{b}" for r, b in RECIPES]
 
 
 def converted(recipe: str = "nvfp4-rl", model: PreTrainedModel | None = None, **overrides: object) -> PreTrainedModel:
-    return swapq.convert(model or qwen3_moe(), recipe, **({"last_layers_bf16": 0} | overrides))
+    return swapq.convert(model or qwen3_moe(), tiny(recipe), **({"last_layers_bf16": 0} | overrides))
 
 
 def gradients(model: PreTrainedModel, ids: Tensor | None = None) -> dict[str, Tensor]:
@@ -127,7 +133,7 @@ def test_a_wrapped_forward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", MATCHED)
 def test_every_family_trains_and_stays_close_to_bf16(family: str, recipe: str) -> None:
     model = FAMILIES[family]()
     expected = model(prompts()).logits
@@ -279,10 +285,31 @@ def test_deepcopy_is_independent_and_equal() -> None:
         assert swapq.recipe_of(twin) == swapq.recipe_of(model)
 
 
+# Training in BF16 beside a quantized rollout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_rollout_trains_as_the_plain_model_does_and_serves_what_fp8_block_serves(family: str) -> None:
+    plain, model = FAMILIES[family](), converted("fp8-rollout", FAMILIES[family]())
+    assert torch.equal(model(prompts()).logits, plain(prompts()).logits)
+    expected = gradients(plain)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name]), name
+    assert not swapq.recipe_of(model).matched
+    if family != "gpt_oss":
+        assert swapq.digest(model) == swapq.digest(converted("fp8-block-rl", FAMILIES[family]()))
+
+
+def test_fp8_rollout_without_masters_is_the_policy_of_the_rollout() -> None:
+    held, matched = converted("fp8-rollout", trainable=False), converted("fp8-block-rl")
+    assert torch.equal(held(prompts()).logits, matched(prompts()).logits)
+    assert not torch.equal(held(prompts()).logits, qwen3_moe()(prompts()).logits)
+
+
 # Codes only
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", MATCHED)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
 def test_codes_only_computes_the_same_bits(recipe: str, family: str) -> None:
     model, held = converted(recipe, FAMILIES[family]()), converted(recipe, FAMILIES[family](), trainable=False)
@@ -290,7 +317,7 @@ def test_codes_only_computes_the_same_bits(recipe: str, family: str) -> None:
     assert swapq.digest(held) == swapq.digest(model)
 
 
-@pytest.mark.parametrize(("recipe", "bits"), [("nvfp4-rl", 4.5), ("mxfp8-rl", 8.25)])
+@pytest.mark.parametrize(("recipe", "bits"), [("nvfp4-rl", 4.5), ("mxfp8-rl", 8.25), ("int4-qat", 4.5)])
 def test_codes_only_holds_codes_and_scales_and_no_master(recipe: str, bits: float) -> None:
     model = converted(recipe, trainable=False)
     experts = model.model.layers[0].mlp.experts
@@ -301,7 +328,7 @@ def test_codes_only_holds_codes_and_scales_and_no_master(recipe: str, bits: floa
     assert held == elements * bits / 8 + scale_2
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", MATCHED)
 @pytest.mark.parametrize(
     "cast",
     [lambda m: m.to(torch.float16), nn.Module.half, nn.Module.bfloat16, nn.Module.float, nn.Module.double],

@@ -1,6 +1,7 @@
 """Two processes over gloo: DDP and FSDP2 training of a converted model gives the gradients of one process."""
 
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import swapq
+from swapq.checkpoint.writer import ShardWriter
+from swapq.errors import CheckpointError
 from swapq.nn.gather import whole
 from tests.helpers.models import prompts, qwen3_moe
 
@@ -90,17 +93,68 @@ def digests_of_a_sharded_model(model: PreTrainedModel, rank: int) -> dict[str, T
     return {"equal": torch.tensor([first == expected, again == expected])}
 
 
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except swapq.SwapqError as error:
+        return str(error)
+    return ""
+
+
+def exports_of_several_ranks(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """Every rank exports to the same folder, sharded or not; one rank writes, and a failure is a failure everywhere."""
+    folder = Path(os.environ["SWAPQ_TEST_FOLDER"]) / "exports"
+    expected, facts = swapq.digest(model), []
+    swapq.export(model, folder / "plain")
+    dist.barrier()
+    facts.append(swapq.digest(folder / "plain") == expected)
+    shard(model)
+    shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    for layout in ("swapq", "modelopt"):
+        swapq.export(model, folder / layout, layout=layout)  # whole when it returns, on every rank
+        facts += [swapq.verify(folder / layout).ok, not list((folder / layout).glob(".*.tmp"))]
+    facts.append(swapq.digest(folder / "swapq") == expected)
+
+    (folder / f"file-{rank}").touch()
+    facts.append("is a file" in refused(lambda: swapq.export(model, folder / "file-0")))
+    writing, parts = ShardWriter.add, []
+
+    def full(self: ShardWriter, name: str, tensor: Tensor) -> None:
+        parts.append(name)
+        if len(parts) == 5:
+            raise CheckpointError("no space left on device")
+        writing(self, name, tensor)
+
+    ShardWriter.add = full
+    try:
+        said = refused(lambda: swapq.export(model, folder / "swapq"))
+    finally:
+        ShardWriter.add = writing
+    facts += ["no space left" in said, bool(parts) == (rank == 0), swapq.digest(folder / "swapq") == expected]
+    facts.append(swapq.digest(model) == expected)  # the ranks still meet
+    everywhere: list[list[bool]] = [[]] * WORLD
+    dist.all_gather_object(everywhere, facts)
+    return {"facts": torch.tensor(everywhere)}
+
+
 SCENARIOS: dict[str, Callable[[PreTrainedModel, int], dict[str, Tensor]]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "accelerate": accelerated,
     "digests": digests_of_a_sharded_model,
+    "exports": exports_of_several_ranks,
 }
 
 
 def worker(rank: int, port: int, folder: str) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        SWAPQ_TEST_FOLDER=folder,
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
@@ -146,3 +200,10 @@ def test_two_processes_give_the_gradients_of_one(
 @pytest.mark.parametrize("label", IDS)
 def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(results: Path, label: str) -> None:
     assert load_file(results / f"digests-{label}.safetensors")["equal"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("label", IDS)
+def test_one_rank_writes_an_export_and_a_failure_is_known_to_all(results: Path, label: str) -> None:
+    facts = load_file(results / f"exports-{label}.safetensors")["facts"]
+    assert facts.shape == (WORLD, 11)
+    assert facts.all(), facts

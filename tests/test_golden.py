@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import swapq
-from swapq.formats import get
+from swapq.formats import get, hadamard
 
 FOLDER = Path(__file__).parent / "golden"
-FORMATS = ("mxfp8", "nvfp4")
-INDEX = [e for e in json.loads((FOLDER / "index.json").read_text()) if e["format"] in FORMATS]
-FILES = {e["file"]: load_file(FOLDER / e["file"]) for e in INDEX}
+EVERY = json.loads((FOLDER / "index.json").read_text())
+INDEX = [e for e in EVERY if e["format"] != "rht"]
+FILES = {e["file"]: load_file(FOLDER / e["file"]) for e in EVERY}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": lambda x: x.t().contiguous().t(),
@@ -33,6 +33,10 @@ def quantize(entry: dict, x: Tensor, amax: Tensor | None = None) -> swapq.QTenso
         x = x.to(torch.bfloat16)
     if entry["format"] == "mxfp8":
         return swapq.quantize(x, "mxfp8", axis=-2 if entry["scope"] == "column" else -1)
+    if entry["format"] == "fp8_block":
+        return swapq.quantize(x, "fp8_block", scope=entry["scope"])
+    if entry["format"] == "int4":
+        return swapq.quantize(x, "int4", block=entry["group"])
     return swapq.quantize(x, "nvfp4", scope="tensor" if entry["scope"] == "pair" else entry["scope"], amax=amax)
 
 
@@ -83,10 +87,29 @@ def test_operand_times_scale_is_the_dequantized_value(entry: dict) -> None:
     q = quantize(entry, case_tensors(entry)["input"])
     values, scale = q.operand()
     assert values.dtype == torch.bfloat16
-    if q.format == "mxfp8":
+    if q.format == "fp8_block":
+        wide = scale.repeat_interleave(128, -1)[..., : values.shape[-1]]
+        assert differing_bytes(values.float() * wide, q.dequantize(torch.float32)) == 0
+    elif scale is None:
         expected = q.dequantize(torch.float32).to(torch.bfloat16)
         assert differing_bytes(values, expected) == 0
     else:
-        assert scale is not None
         spread = scale[:, None] if q.scope == "row" else scale
         assert differing_bytes(values.float() * spread, q.dequantize(torch.float32)) == 0
+
+
+@pytest.mark.parametrize("entry", [e for e in EVERY if e["format"] == "rht"], ids=lambda e: e["case"])
+def test_the_hadamard_transform_and_its_codes_equal_the_golden_vector(entry: dict) -> None:
+    case = case_tensors(entry)
+    for change in LAYOUTS.values():
+        transformed = hadamard.transform(change(case["input"]))
+        assert differing_bytes(transformed, case["transformed"]) == 0
+        q = swapq.quantize(transformed, "nvfp4")
+        for got, key in ((q.codes, "codes"), (q.scales, "scales"), (q.global_scale, "global_scale")):
+            assert got is not None
+            assert differing_bytes(got, case[key]) == 0
+
+
+def test_every_format_of_the_index_is_compared() -> None:
+    assert {e["format"] for e in EVERY} == {"mxfp8", "nvfp4", "fp8_block", "int4", "rht"}
+    assert len(EVERY) > 150

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from swapq.cli import app
 from swapq.plan import plan
+from swapq.recipe import names
 from tests.helpers.families import qwen_config, qwen_headers, write_folder
 
 
@@ -34,13 +35,39 @@ def test_plan_json_is_the_plan(folder):
     assert json.loads(result.stdout) == json.loads(json.dumps(made.to_dict()))
 
 
-def test_recipes_lists_what_there_is_and_what_is_planned():
+def test_recipes_lists_what_there_is_and_which_sides_go_together():
     result = run("recipes")
     assert result.exit_code == 0
-    for name in ("bf16", "mxfp8-rl", "nvfp4-rl", "int4-qat"):
+    for name in names():
         assert name in result.stdout
+    assert "TWO POLICIES" in result.stdout
+    assert "training (down) and rollout (across)" in result.stdout
+    assert "differs: two policies" in result.stdout
     told = json.loads(run("recipes", "--json").stdout)
-    assert [r["name"] for r in told["recipes"]] == ["bf16", "mxfp8-rl", "nvfp4-rl"]
+    assert [r["name"] for r in told["recipes"]] == names()
+    assert [r["name"] for r in told["recipes"] if not r["matched"]] == ["fp8-rollout"]
+    pairs = {(p["training"], p["rollout"]): p["status"] for p in told["support"]}
+    assert pairs["bf16", "fp8_block"] == "differs"
+    assert pairs["bf16", "nvfp4"] == "refused"
+    assert pairs["nvfp4_tile", "nvfp4_tile"] == "forced"
+
+
+def test_a_plan_of_two_policies_says_so_in_title_totals_and_json(folder):
+    result = run("plan", folder, "--recipe", "fp8-rollout")
+    assert result.exit_code == 0
+    assert "with fp8-rollout (two different policies)" in result.stdout
+    assert "warning: training bf16, rollout fp8_block: two different policies" in result.stdout
+    told = json.loads(run("plan", folder, "--recipe", "fp8-rollout", "--json").stdout)["summary"]
+    assert told["matched"] is False
+    assert "two different policies" not in run("plan", folder, "--recipe", "fp8-block-rl").stdout
+
+
+def test_a_plan_of_what_is_not_for_rollouts_says_so_and_a_conversion_refuses(folder, tmp_path):
+    assert "warning: not for RL rollouts" in run("plan", folder, "--recipe", "nvfp4-pretrain").stdout
+    result = run("convert", folder, str(tmp_path / "out"), "--recipe", "nvfp4-pretrain")
+    assert result.exit_code == 2
+    assert "is not for rollouts" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +75,7 @@ def test_recipes_lists_what_there_is_and_what_is_planned():
     [
         (["plan", "/nowhere", "--recipe", "bf16"], "no such folder"),
         (["plan", "FOLDER", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
-        (["plan", "FOLDER", "--recipe", "int4-qat"], "planned, not in this version"),
+        (["plan", "FOLDER", "--recipe", "int4-qat"], "or give this role the format int4_g32"),
         (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "4"], "over tp = 4"),
         (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "0"], "at least 1"),
         (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tpp", "4"], "--tpp"),

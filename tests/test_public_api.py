@@ -36,8 +36,9 @@ RECIPE_FIELDS = [
     "first_layers_bf16",
     "last_layers_bf16",
     "expert_tp",
+    "force_rollout",
 ]
-COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "verify"}
+COMMANDS = {"card", "convert", "doctor", "inspect", "plan", "recipes", "sensitivity", "verify"}
 ROOT = Path(swapq.__file__).parent
 
 

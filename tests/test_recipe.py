@@ -8,11 +8,20 @@ import pytest
 
 from swapq.anatomy import NEVER_QUANTIZED, Role
 from swapq.errors import RecipeError, SwapqError
-from swapq.recipe import Recipe, names, planned
+from swapq.recipe import BACKWARD_MODES, FORMATS, Recipe, names
+from swapq.support import matrix
 
 
 def test_the_named_recipes_are_those_of_the_design_table():
-    assert names() == ["bf16", "mxfp8-rl", "nvfp4-rl"]
+    assert names() == [
+        "bf16",
+        "mxfp8-rl",
+        "nvfp4-rl",
+        "fp8-block-rl",
+        "fp8-rollout",
+        "int4-qat",
+        "nvfp4-pretrain",
+    ]
     mxfp8, nvfp4, bf16 = Recipe.named("mxfp8-rl"), Recipe.named("nvfp4-rl"), Recipe.named("bf16")
     assert dict(mxfp8.weights) == dict.fromkeys(("attention", "dense_mlp", "routed_experts", "shared_experts"), "mxfp8")
     assert (mxfp8.activations, mxfp8.backward, mxfp8.last_layers_bf16) == ("mxfp8", "low_precision", 0)
@@ -21,12 +30,61 @@ def test_the_named_recipes_are_those_of_the_design_table():
     assert (dict(bf16.weights), bf16.activations, bf16.backward) == ({}, "bf16", "bf16")
 
 
-@pytest.mark.parametrize("name", ["fp8-block-rl", "fp8-rollout", "int4-qat", "nvfp4-pretrain"])
-def test_a_recipe_of_a_later_version_is_known_and_says_so(name):
-    assert name in planned()
-    for make in (Recipe.named, Recipe.resolve, lambda n: Recipe.from_dict({"name": n})):
-        with pytest.raises(RecipeError, match="planned, not in this version"):
-            make(name)
+def test_fp8_block_rl_and_fp8_rollout_differ_in_the_training_alone():
+    matched, rollout = Recipe.named("fp8-block-rl"), Recipe.named("fp8-rollout")
+    assert matched.weights == rollout.weights
+    assert matched.activations == rollout.activations == "fp8_block"
+    assert (matched.backward, rollout.backward) == ("low_precision", "bf16")
+    assert (matched.matched, rollout.matched) == (True, False)
+    assert rollout.policies == "training bf16, rollout fp8_block: two different policies"
+    assert matched.replace(backward="bf16").matched is False
+    for backward in ("low_precision", "high_precision", "dequantized"):
+        assert matched.replace(backward=backward).matched
+
+
+def test_int4_qat_has_bf16_rows_and_either_group():
+    recipe = Recipe.named("int4-qat")
+    assert (dict(recipe.weights), recipe.activations) == ({"routed_experts": "int4"}, "bf16")
+    assert Recipe.named("int4-qat", weights={"routed_experts": "int4_g32"}).formats == ("int4_g32",)
+    with pytest.raises(RecipeError, match="weight-only format"):
+        Recipe.named("int4-qat", activations="mxfp8")
+    with pytest.raises(RecipeError, match="nothing is gained by quantizing gradients"):
+        Recipe.named("int4-qat", backward="low_precision")
+    with pytest.raises(RecipeError, match="BF16 training with INT4 rollout"):
+        Recipe.named("int4-qat", backward="bf16")
+
+
+def test_nvfp4_pretrain_is_not_for_rollouts_unless_forced():
+    recipe = Recipe.named("nvfp4-pretrain")
+    with pytest.raises(RecipeError, match=r"not for rollouts: .*depends on its neighbours.*force_rollout=True"):
+        recipe.require_rollout("export")
+    assert "force_rollout" not in recipe.to_dict()
+    forced = recipe.replace(force_rollout=True)
+    forced.require_rollout("export")
+    assert Recipe.from_dict(forced.to_dict()) == forced
+    assert forced.id != recipe.id
+    with pytest.raises(RecipeError, match="expected true or false"):
+        recipe.replace(force_rollout=1)
+    with pytest.raises(RecipeError, match="set expert_tp to 1"):
+        recipe.replace(expert_tp=2)
+
+
+def test_the_support_matrix_is_what_recipes_obey():
+    for p in matrix():
+        fields = {"name": "x", "weights": {} if p.rollout == "bf16" else {"routed_experts": p.rollout}}
+        fields["activations"] = FORMATS[p.rollout].activations[0]
+        if p.training == p.rollout:
+            recipe = Recipe.from_dict(fields | {"backward": FORMATS[p.rollout].backward[-1]})
+            assert p.status == ("forced" if recipe.no_rollout else "matched")
+            assert recipe.matched
+        elif p.training == "bf16" and p.status == "differs":
+            assert not Recipe.from_dict(fields | {"backward": "bf16"}).matched
+        elif p.training == "bf16":
+            with pytest.raises(RecipeError, match="another policy than the one that was sampled"):
+                Recipe.from_dict(fields | {"backward": "bf16"})
+        else:
+            assert p.status == "refused", "a recipe has no words for it"
+    assert {p.rollout for p in matrix() if p.status == "differs"} == {"fp8_block"}
 
 
 def test_an_unknown_recipe_names_the_nearest():
@@ -59,10 +117,15 @@ def test_a_recipe_that_names_a_role_that_is_never_quantized_is_refused_with_the_
     [
         ({"weights": {"routed_expert": "nvfp4"}}, "did you mean 'routed_experts'"),
         ({"weights": {"routed_experts": "nvfp8"}}, "no format"),
-        ({"weights": {"routed_experts": "int4"}}, "planned, not in this version"),
+        ({"weights": {"routed_experts": "int4"}}, "set activations to 'bf16'"),
         ({"weights": {"routed_experts": 4}}, "no format"),
         ({"weights": "nvfp4"}, "expected a mapping"),
-        ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "mixes mxfp8 and nvfp4"),
+        ({"weights": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "set activations to {'attention': 'mxfp8'"),
+        ({"activations": {"routed_experts": "mxfp8"}}, "both operands have one format"),
+        ({"activations": {}}, "weight-only"),
+        ({"activations": {"router": "nvfp4"}}, "always stays BF16"),
+        ({"activations": {"routed_experts": "fp4"}}, "did you mean 'nvfp4'"),
+        ({"activations": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, "attention weights are bf16"),
         ({"activations": "bf16"}, "weight-only"),
         ({"activations": "mxfp8"}, "both operands have one format"),
         ({"activations": "fp4"}, "did you mean 'nvfp4'"),
@@ -111,6 +174,49 @@ def test_mxfp8_has_three_backward_modes_and_nvfp4_two():
         assert Recipe.named("nvfp4-rl", backward=backward).backward == backward
 
 
+MIXED = {"routed_experts": "nvfp4", "attention": "mxfp8", "dense_mlp": "mxfp8"}
+
+
+def mixed(**changes):
+    fields = {"name": "mixed", "weights": MIXED, "activations": MIXED, "backward": "dequantized"}
+    return Recipe.from_dict(fields | changes)
+
+
+def test_a_recipe_may_give_roles_different_formats_each_with_its_own_rows():
+    recipe = mixed()
+    assert recipe.formats == ("mxfp8", "nvfp4")
+    assert {role: recipe.activations_of(role) for role in recipe.weights} == MIXED
+    assert recipe.activations_of("shared_experts") == recipe.activations_of("router") == "bf16"
+    assert mixed(activations=dict(reversed(list(MIXED.items())))) == recipe
+    with pytest.raises(TypeError):
+        recipe.activations["attention"] = "nvfp4"
+
+
+def test_a_mapping_that_says_one_format_equals_that_format():
+    recipe = Recipe.named("nvfp4-rl", activations={"routed_experts": "nvfp4", "attention": "bf16"})
+    assert recipe == Recipe.named("nvfp4-rl")
+    assert recipe.activations == "nvfp4"
+    assert recipe.id == Recipe.named("nvfp4-rl").id
+
+
+def test_a_mixed_recipe_has_the_backward_modes_that_all_its_formats_have():
+    for backward in ("high_precision", "dequantized"):
+        assert mixed(backward=backward).backward == backward
+    with pytest.raises(
+        RecipeError, match=r"routed_experts weights are nvfp4: .*stochastic rounding.*'high_precision' or"
+    ):
+        mixed(backward="low_precision")
+    with pytest.raises(RecipeError, match="choose 'high_precision' or 'dequantized'"):
+        mixed(backward="bf16")
+
+
+def test_every_format_of_the_table_says_what_it_has_not():
+    for fmt, rule in FORMATS.items():
+        assert set(rule.activations) <= FORMATS.keys(), fmt
+        assert set(rule.backward) <= set(BACKWARD_MODES), fmt
+        assert not set(rule.backward) & set(rule.refused), fmt
+
+
 def test_a_role_given_bf16_equals_a_role_left_out():
     full = {"routed_experts": "nvfp4", "shared_experts": "bf16"}
     assert Recipe.named("nvfp4-rl", weights=full) == Recipe.named("nvfp4-rl")
@@ -131,9 +237,10 @@ def test_dots_at_the_ends_of_a_pattern_mean_nothing_and_repeats_are_dropped():
     )
 
 
-@pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl"])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8-rl", "nvfp4-rl", "mixed"])
 def test_a_recipe_survives_json_pickle_and_copies(name):
-    recipe = Recipe.named(name, keep_bf16=["layers.*.mlp"], first_layers_bf16=1)
+    changes = {"keep_bf16": ["layers.*.mlp"], "first_layers_bf16": 1}
+    recipe = mixed(**changes) if name == "mixed" else Recipe.named(name, **changes)
     for other in (
         Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))),
         pickle.loads(pickle.dumps(recipe)),

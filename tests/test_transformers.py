@@ -11,13 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import swapq
+from swapq.convert import swapped_modules
+from swapq.hf.loading import fill, headers_of
 from tests.helpers.models import FAMILIES, prompts, qwen3_moe
+from tests.helpers.recipes import SERVED, tiny
+from tests.helpers.remote import listed_experts
 
 EXPORTED = [f for f in FAMILIES if f != "gpt_oss"]
 
 
 def exported(folder: Path, recipe: str = "nvfp4-rl", family: str = "qwen3_moe", **overrides: object) -> PreTrainedModel:
-    model = swapq.convert(FAMILIES[family](), recipe, **({"last_layers_bf16": 0} | overrides))
+    model = swapq.convert(FAMILIES[family](), tiny(recipe), **({"last_layers_bf16": 0} | overrides))
     swapq.export(model, folder)
     return model
 
@@ -33,12 +37,14 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
         return model(prompts()).logits
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", ["bf16", *SERVED])
 @pytest.mark.parametrize("family", EXPORTED)
 def test_an_export_loads_with_identical_logits_and_saves_to_identical_bytes(
     tmp_path: Path, family: str, recipe: str
 ) -> None:
     model = exported(tmp_path / "a", recipe, family)
+    if not swapq.recipe_of(model).matched:  # masters train in BF16; the export, and what holds codes, is the rollout's policy
+        model = swapq.convert(FAMILIES[family](), tiny(recipe), trainable=False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert torch.equal(logits(loaded), logits(model))
     assert swapq.recipe_of(loaded) == swapq.recipe_of(model)
@@ -49,10 +55,10 @@ def test_an_export_loads_with_identical_logits_and_saves_to_identical_bytes(
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", SERVED)
 def test_save_pretrained_of_a_trainable_model_writes_masters(tmp_path: Path, recipe: str) -> None:
     plain = qwen3_moe()
-    model = swapq.convert(qwen3_moe(), recipe)
+    model = swapq.convert(qwen3_moe(), tiny(recipe))
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -60,10 +66,10 @@ def test_save_pretrained_of_a_trainable_model_writes_masters(tmp_path: Path, rec
     assert torch.equal(logits(loaded), logits(plain))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", SERVED)
 def test_a_codes_only_model_saves_the_same_checkpoint_as_export(tmp_path: Path, recipe: str) -> None:
     exported(tmp_path / "a", recipe)
-    held = swapq.convert(qwen3_moe(), recipe, trainable=False, last_layers_bf16=0)
+    held = swapq.convert(qwen3_moe(), tiny(recipe), trainable=False, last_layers_bf16=0)
     held.save_pretrained(tmp_path / "b")
     assert swapq.digest(tmp_path / "b") == swapq.digest(tmp_path / "a")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "b")), logits(held))
@@ -201,6 +207,32 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, fault: str) -> 
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_gate_and_up_that_are_linears_of_their_own_must_hold_one_scale(tmp_path: Path) -> None:
+    """What remote code makes of experts: two modules, so no tensor of theirs is one."""
+    swapq.export(swapq.convert(listed_experts(), "nvfp4-rl", last_layers_bf16=0), tmp_path)
+
+    def filled() -> PreTrainedModel:
+        model = swapq.convert(listed_experts(), "nvfp4-rl", last_layers_bf16=0)
+        for module in swapped_modules(model):
+            module.allocate()
+        fill(model, headers_of([str(tmp_path / "model.safetensors")]))
+        return model
+
+    assert swapq.digest(filled()) == swapq.digest(tmp_path)
+    edit(tmp_path, lambda t: t.update({EXPERT + "_scale_2": t[EXPERT + "_scale_2"] * 2}))
+    with pytest.raises(
+        swapq.SwapqError, match=r"experts\.3\.(up|gate)_proj\.weight_scale_2 differs.*share one FP32 scale"
+    ):
+        filled()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_another_config_for_a_folder_that_is_quantized_already_is_refused(tmp_path: Path, recipe: str) -> None:
+    exported(tmp_path, "nvfp4-rl")
+    with pytest.raises(ValueError, match="quantized already and loads without one"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=swapq.SwapqConfig(recipe))
+
+
 def rewrite(folder: Path, change: object) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -229,6 +261,20 @@ def test_an_edited_config_is_refused(tmp_path: Path, change: object, message: st
     rewrite(tmp_path, change)
     with pytest.raises(swapq.SwapqError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_fp32_masters_give_the_codes_of_bf16_ones_beside_tensors_that_engines_round_to_theirs(
+    tmp_path: Path, recipe: str
+) -> None:
+    model = exported(tmp_path / "fp32", recipe)
+    swapq.export(model.to(torch.bfloat16), tmp_path / "bf16")
+    wide, narrow = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "bf16"))
+    assert wide.keys() == narrow.keys()
+    for name, tensor in narrow.items():
+        kept = wide[name].dtype == torch.float32 and not name.endswith("weight_scale_2")
+        assert torch.equal((wide[name].to(torch.bfloat16) if kept else wide[name]).float(), tensor.float()), name
+        assert tensor.dtype == (torch.bfloat16 if kept else wide[name].dtype)
 
 
 def test_gpt_oss_is_trained_but_not_exported(tmp_path: Path) -> None:

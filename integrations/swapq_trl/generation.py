@@ -15,7 +15,9 @@ from trl.generation.vllm_generation import empty_cache
 from trl.trainer.utils import ensure_master_addr_port
 
 from swapq.checkpoint.export import export
-from swapq.convert import is_converted
+from swapq.convert import is_converted, recipe_of
+from swapq.diagnostics import audit
+from swapq.diagnostics.audit import running as runs_in
 from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
@@ -84,6 +86,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
         if is_converted(model):
+            recipe_of(model).require_rollout("an engine samples for the trainer")
             check_adapters(model, approximate=approximate_lora, sharded=is_sharded(accelerator))
         super().__init__(model, accelerator, *args, **kwargs)
 
@@ -112,8 +115,9 @@ class VLLMGeneration(_VLLMGeneration):
         ensure_master_addr_port()
         with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
             self.llm = self._build_engine(self._engine_source(Path(folder)))
-            from swapq_vllm.receiver import served_tensors
+            from swapq_vllm.receiver import running, served_tensors
 
+            _require_same_formats(plain_model(self.model), running(self.llm))
             # read while the folder exists: the engine looks its tensors' names up there
             held = as_sent(plain_model(self.model), served_tensors(self.llm), self._engine_dtype())
             self._start = (fixed_scores(self.llm), {name: tensor_digest(tensor) for name, tensor in held})
@@ -278,6 +282,17 @@ class VLLMGeneration(_VLLMGeneration):
             None if logprobs is None else [[_number(token[0]) for token in sequence] for sequence in logprobs]
         )
         return result
+
+
+def _require_same_formats(model: Any, engine: Mapping[str, tuple[str, str]]) -> None:
+    """Digests cannot see rows that one side alone quantizes; the layers that compute can tell."""
+    different = audit(runs_in(model, served=True), engine) if is_converted(model) else {}
+    if different:
+        name, (ours, theirs) = next(iter(different.items()))
+        raise SyncError(
+            f"{name} runs as {ours} in the trainer and as {theirs} in the engine ({len(different)} such weights); start the engine "
+            "from an export of this model"
+        )
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

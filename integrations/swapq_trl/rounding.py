@@ -23,7 +23,8 @@ def round_as_served(model: nn.Module) -> list[RemovableHandle]:
     """
     handles: list[RemovableHandle] = []
     for module in model.modules():
-        if isinstance(module, nn.Linear | QuantizedStorage) or not any(True for _ in module.parameters(recurse=False)):
+        rounds_itself = isinstance(module, QuantizedStorage) and not module.trains_in_bf16
+        if isinstance(module, nn.Linear) or rounds_itself or not any(True for _ in module.parameters(recurse=False)):
             continue
         rounding = _Rounding()
         handles.append(module.register_forward_pre_hook(rounding.before))

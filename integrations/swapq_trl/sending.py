@@ -14,6 +14,7 @@ from swapq.checkpoint.tensors import checkpoint_tensors
 from swapq.convert import is_converted
 from swapq.digest import tensor_digest
 from swapq.errors import UnsupportedError
+from swapq.formats import is_scale
 from swapq_trl.adapters import Merge, is_adapted, merged
 
 __all__ = ["NamedTensors", "as_sent", "plain_model", "sent_tensors", "with_digests"]
@@ -74,7 +75,7 @@ def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors
 def _fresh(name: str, tensor: torch.Tensor, dtype: torch.dtype, kept: tuple[str, ...]) -> torch.Tensor:
     """A copy that shares no storage with the model; float32 weights in the engine's dtype, except those kept in float32."""
     lower = (
-        tensor.dtype == torch.float32 and not name.endswith("_scale_2") and not any(part in name for part in kept)
+        tensor.dtype == torch.float32 and not is_scale(name) and not any(part in name for part in kept)
     )
     return tensor.detach().to(dtype if lower else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 

@@ -11,6 +11,8 @@ from trl import RLOOTrainer as _RLOOTrainer
 
 from swapq.convert import convert, is_converted, recipe_of
 from swapq.diagnostics.mismatch import MismatchSums
+from swapq.diagnostics.reference import ReferenceKL, completion_logps
+from swapq.diagnostics.spikes import SpikeMeter
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.generation import VLLMGeneration, is_sharded
 from swapq_trl.report import SyncReport
@@ -38,11 +40,14 @@ class _SwapqTrainer(_Base):
         *args: Any,
         approximate_lora: bool = False,
         engine_options: Mapping[str, Any] | None = None,
+        reference_model: Any = None,
         **kwargs: Any,
     ) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         config = bound.arguments.get("args")
         self._first_logps: list[torch.Tensor] | None = None
+        self._spikes = SpikeMeter()
+        self._reference = reference_model
         self._engine_arguments: dict[str, Any] = {"approximate_lora": approximate_lora, "engine_options": engine_options}
         if config is None or not config.use_vllm:
             super().__init__(*args, **kwargs)
@@ -63,8 +68,12 @@ class _SwapqTrainer(_Base):
 
     def _match_policies(self) -> None:
         """What a converted model needs for trainer, engine and reference to be policies of one recipe."""
+        if self._reference is not None:
+            self._reference = self._reference.to(self.accelerator.device).eval().requires_grad_(False)
         if not is_converted(self.model):
             return
+        if not recipe_of(self.model).matched:
+            logger.warning("%s; the mismatch is logged as swapq/mismatch_*", recipe_of(self.model).policies)
         reference = getattr(self, "ref_model", None)
         if is_sharded(self.accelerator):
             if reference is not None and not is_converted(reference):
@@ -149,10 +158,44 @@ class _SwapqTrainer(_Base):
             report = self.vllm_generation.last_report  # of the sync that gave the engine the weights it sampled with
             for name, value in report.metrics().items() if report else ():
                 self._metrics[mode][name].append(value)
+            if is_converted(self.model):
+                self._metrics[mode]["swapq/one_policy"].append(float(recipe_of(self.model).matched))
             rollout_logps = self._rollout_logps(output)
             if trainer_logps is not None and rollout_logps is not None:
                 self._log_mismatch(mode, trainer_logps, rollout_logps, output)
+        if self._reference is not None:
+            self._log_reference("train" if self.model.training else "eval", trainer_logps, output)
         return output
+
+    def _log_reference(self, mode: str, policy_logps: torch.Tensor | None, output: dict[str, Any]) -> None:
+        """KL against the BF16 model given as `reference_model`: a diagnostic, which no loss sees."""
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        keep, batch = output["completion_ids"].size(1), self.args.per_device_train_batch_size
+        if policy_logps is None:
+            with torch.no_grad():
+                policy_logps = self._get_per_token_logps_and_entropies(self.model, ids, attention, keep, batch)[0]
+        reference_logps = completion_logps(
+            self._reference, ids, attention, keep, temperature=self.temperature, batch_size=batch
+        )
+        sums = self._summed(MismatchSums.of(reference_logps, policy_logps, self._counted(output)))
+        for name, value in ReferenceKL.of(sums).to_dict("swapq/reference_kl_").items():
+            self._metrics[mode][name].append(value)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As TRL does, with the gradient norm over its recent median: a spike is several times the usual."""
+        if "grad_norm" in logs:
+            ratio = self._spikes.ratio(float(logs["grad_norm"]))
+            if ratio is not None:
+                logs["swapq/grad_norm_ratio"] = ratio
+            if self._spikes.is_spike(ratio):
+                logger.warning(
+                    "step %d: the gradient norm %.3g is %.1f times its recent median",
+                    self.state.global_step,
+                    logs["grad_norm"],
+                    ratio,
+                )
+        super().log(logs, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -175,22 +218,28 @@ class _SwapqTrainer(_Base):
     def _log_mismatch(
         self, mode: str, trainer_logps: torch.Tensor, rollout_logps: torch.Tensor, output: dict[str, Any]
     ) -> None:
-        mask = output["completion_mask"]
-        if output.get("tool_mask") is not None:
-            mask = mask * output["tool_mask"]
-        sums = MismatchSums.of(trainer_logps, rollout_logps, mask, **self._correction())
-        gather = self.accelerator.gather
-        figures = sums.reduced(
-            lambda x: gather(x.unsqueeze(0)).sum(dim=0), lambda x: gather(x.unsqueeze(0)).max()
-        ).result()
+        sums = MismatchSums.of(trainer_logps, rollout_logps, self._counted(output), **self._correction())
+        figures = self._summed(sums).result()
         for name, value in figures.to_dict("swapq/mismatch_").items():
             self._metrics[mode][name].append(value)
+
+    @staticmethod
+    def _counted(output: dict[str, Any]) -> torch.Tensor:
+        """The completion tokens that the model sampled: those of tools do not count."""
+        mask = output["completion_mask"]
+        return mask if output.get("tool_mask") is None else mask * output["tool_mask"]
+
+    def _summed(self, sums: MismatchSums) -> MismatchSums:
+        """The sums of all processes."""
+        gather = self.accelerator.gather
+        return sums.reduced(lambda x: gather(x.unsqueeze(0)).sum(dim=0), lambda x: gather(x.unsqueeze(0)).max())
 
 
 class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
     """TRL's `GRPOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
-    Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`. A model converted with
+    Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`. `reference_model`, a BF16 model, adds
+    the KL of the policy against it to the metrics; it is never part of the loss. A model converted with
     `swapq.convert` is rolled out from the same codes and scales it is trained with; an unconverted one is rolled out as
     TRL does, with a weight sync that works on a CPU too.
     """
@@ -251,7 +300,7 @@ class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
 class RLOOTrainer(_SwapqTrainer, _RLOOTrainer):
     """TRL's `RLOOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
-    Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`.
+    Same arguments as TRL's, and those of :class:`GRPOTrainer`.
     """
 
     _tag_names = [*_RLOOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from swapq import formats
+from swapq.anatomy.names import role_of
 from swapq.errors import CheckpointError, UnsupportedError
+from swapq.recipe_rules import FORMATS
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -71,9 +74,14 @@ class SwapqConfig(QuantizationConfig):
             )
         seen: dict[str, str] = {}
         for fmt, names in quantized.items():
-            if fmt not in ("nvfp4", "mxfp8"):
+            if fmt not in formats.names():
                 raise UnsupportedError(
-                    f"quantization_config lists weights in format {fmt!r}; this plugin runs nvfp4 and mxfp8"
+                    f"quantization_config lists weights in format {fmt!r}; this plugin runs {', '.join(formats.names())}"
+                )
+            if FORMATS[fmt].no_rollout and not recipe.get("force_rollout"):
+                raise UnsupportedError(
+                    f"quantization_config lists weights in format {fmt!r}, which is not for rollouts: {FORMATS[fmt].no_rollout}; convert "
+                    "with another recipe, or with force_rollout"
                 )
             for name in names:
                 if name in seen:
@@ -126,7 +134,12 @@ class SwapqConfig(QuantizationConfig):
             )
             self._claim(names.values())
             method = SwapqExpertsMethod(
-                moe, prefix=prefix, fmt=fmt, activations=self.activations, expert_tp=self.expert_tp, names=names
+                moe,
+                prefix=prefix,
+                fmt=fmt,
+                activations=self.activations_of(next(iter(names.values()))),
+                expert_tp=self.expert_tp,
+                names=names,
             )
             return self._mine(method)
         if isinstance(layer, LinearBase):
@@ -134,14 +147,21 @@ class SwapqConfig(QuantizationConfig):
             if not any(shards_of.values()):
                 return self._mine(Bf16LinearMethod())
             fmt = self._one_format(prefix, list(shards_of.values()), "some of its parts")
-            if fmt != "mxfp8":
+            if formats.get(fmt).shares_scale:
                 raise UnsupportedError(
-                    f"{prefix}: quantization_config lists it as {fmt}; linears outside routed experts run in mxfp8 only"
+                    f"{prefix}: quantization_config lists it as {fmt}, whose FP32 scale spans a whole weight; linears outside routed "
+                    "experts run in mxfp8, fp8_block and int4"
                 )
             linear_names = {shard: name for shard, name in shards_of.items() if name is not None}
+            activations = {self.activations_of(name) for name in linear_names.values()}
+            if len(activations) > 1:
+                raise UnsupportedError(
+                    f"{prefix}: the recipe gives the rows of its parts {' and '.join(sorted(activations))}; one layer of the engine "
+                    "quantizes its rows once, so give all parts one format and export again"
+                )
             self._claim(linear_names.values())
             return self._mine(
-                SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=self.activations, names=linear_names)
+                SwapqLinearMethod(prefix=prefix, fmt=fmt, activations=activations.pop(), names=linear_names)
             )
         if isinstance(layer, VocabParallelEmbedding):
             return self._mine(Bf16EmbeddingMethod())
@@ -167,9 +187,10 @@ class SwapqConfig(QuantizationConfig):
                 "routers, embeddings and the LM head are never quantized, and other names must be the model's own"
             )
 
-    @property
-    def activations(self) -> str:
-        return self.recipe.get("activations", "bf16")
+    def activations_of(self, weight: str) -> str:
+        """Format of the rows in front of a listed weight, by its checkpoint name."""
+        given: str | Mapping[str, str] = self.recipe.get("activations", "bf16")
+        return given if isinstance(given, str) else given.get(role_of(weight), "bf16")
 
     @property
     def expert_tp(self) -> int:

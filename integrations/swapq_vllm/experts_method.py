@@ -94,7 +94,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         whole = {"w1": (inner * tp, hidden_size), "w3": (inner * tp, hidden_size), "w2": (hidden_size, inner * tp)}
         self.arrivals = Arrivals(self.names)
         for stack, (rows, columns) in stacks.items():
-            local = form.part_shapes((num_experts, rows, columns), scope=form.default_scope)
+            local = form.part_shapes((num_experts, rows, columns), scope=self._scope(stack, rows))
             for part, suffix in form.suffixes.items():
                 name = stack + suffix.removeprefix("weight")
                 shape = (num_experts, halves) if part == "global_scale" and stack == _FIRST else local[part]
@@ -144,6 +144,11 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         form = formats.get(self.format)
         form.check_length(hidden, name=f"{self.prefix} (hidden size)")
         form.check_length(inner, name=f"{self.prefix} (intermediate size {inner * tp} over {tp} ranks)")
+        if tp > 1 and inner % form.block:
+            raise UnsupportedError(
+                f"{self.prefix}: intermediate size {inner * tp} over {tp} ranks is {inner} each, which cuts a {self.format} block of "
+                f"{form.block}; use fewer ranks, or expert parallelism"
+            )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Validate what was loaded; on the CPU, refresh the expanded operands.
@@ -196,12 +201,17 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         global_scale = getattr(layer, f"{stack}_scale_2", None)
         if global_scale is not None:
             global_scale = global_scale.data[:, 0] if stack == _FIRST else global_scale.data
-        return Parts(getattr(layer, stack).data, getattr(layer, f"{stack}_scale").data, global_scale)
+        scales = stack + formats.get(self.format).suffixes["scales"].removeprefix("weight")
+        return Parts(getattr(layer, stack).data, getattr(layer, scales).data, global_scale)
+
+    def _scope(self, stack: str, rows: int) -> str:
+        return formats.get(self.format).scope_of_stack(rows, 2 if stack == _FIRST and self.gated else 1)
 
     def _refresh(self, layer: Any) -> None:
         if layer.swapq_operands is None:
             layer.swapq_operands = tuple(
-                Operands(self._parts(layer, stack), self.format) for stack in (_FIRST, _SECOND)
+                Operands(self._parts(layer, stack), self.format, self._scope(stack, getattr(layer, stack).shape[1]))
+                for stack in (_FIRST, _SECOND)
             )
             return
         for operand, stack in zip(layer.swapq_operands, (_FIRST, _SECOND), strict=True):
@@ -213,7 +223,9 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             first, second = layer.swapq_operands
             return first.tensors, second.tensors, ""
         stacks = [[t for t in self._parts(layer, stack) if t is not None] for stack in (_FIRST, _SECOND)]
-        return stacks[0], stacks[1], self.format
+        scope = self._scope(_FIRST, getattr(layer, _FIRST).shape[1])
+        default = scope == formats.get(self.format).default_scope
+        return stacks[0], stacks[1], self.format if default else f"{self.format}:{scope}"
 
     def apply(
         self,

@@ -116,7 +116,7 @@ def check_headers(headers: Mapping[str, Meta], listed: Mapping[str, str]) -> Non
         if codes is None:
             continue
         logical = form.logical_shape(torch.empty(codes.shape, dtype=codes.dtype, device="meta"))
-        if len(logical) != 2 or logical[-1] % form.block:
+        if len(logical) != 2 or (logical[-1] % form.block and not form.partial_blocks):
             problems.append(f"{weight} has shape {list(codes.shape)}, no {fmt} matrix with blocks of {form.block}")
             continue
         shapes = form.part_shapes(logical, scope=form.default_scope)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swapq.digest import tensor_digest
 from swapq.errors import SwapqError, SyncError
+from swapq.formats import is_scale
 from swapq_vllm.placement import Layouts, Placement
 from swapq_vllm.served import Served
 
@@ -92,9 +93,7 @@ class Ledger:
             hint = f"; the nearest name is {near[0]}" if near else ""
             raise SyncError(f"{name}: the engine's checkpoint has no tensor of that name{hint}; send checkpoint names")
         meta = placement.meta
-        alike = tensor.dtype == meta.dtype or (
-            tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not name.endswith("_scale_2")
-        )
+        alike = tensor.dtype == meta.dtype or (tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not is_scale(name))
         if not alike:
             raise SyncError(
                 f"{name}: arrived as {tensor.dtype}, but the engine holds {meta.dtype}; send it in the checkpoint's dtype"

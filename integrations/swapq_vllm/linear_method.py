@@ -9,10 +9,10 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.platforms import current_platform
 
 from swapq import formats
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 from swapq.formats import Parts
 from swapq_vllm.built import built
-from swapq_vllm.loading import Arrivals, guard_linear
+from swapq_vllm.loading import Arrivals, guard_linear, guard_tiles
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import stacked_linear
 from swapq_vllm.soundness import unsound
@@ -25,7 +25,7 @@ class SwapqLinearMethod(LinearMethodBase):
 
     Args:
         prefix: the layer's name, for messages.
-        fmt: ``"mxfp8"``.
+        fmt: a format without an FP32 scale over a whole weight.
         activations: format of the rows.
         names: shard id (None for a linear that is not merged) to the checkpoint name of the weight.
     """
@@ -47,20 +47,42 @@ class SwapqLinearMethod(LinearMethodBase):
         """Register codes and scales in checkpoint layout.
 
         Raises:
-            FormatError: tensor parallelism would cut a block.
+            FormatError, UnsupportedError: tensor parallelism would cut a block.
         """
         form = formats.get(self.format)
         form.check_length(input_size_per_partition, name=f"{self.prefix} (input size {input_size} on this rank)")
+        self._require_whole_tiles(input_size_per_partition, input_size, output_partition_sizes, output_size)
         shapes = form.part_shapes((sum(output_partition_sizes), input_size_per_partition), scope=form.default_scope)
         whole = form.part_shapes((1, input_size), scope=form.default_scope)
         self.arrivals = Arrivals({(shard,): name for shard, name in self.names.items()})
-        loader = guard_linear(layer, self.arrivals, {form.suffixes[part]: whole[part][-1] for part in form.suffixes})
+        columns = {form.suffixes[part]: whole[part][-1] for part in form.suffixes}
+        loaders = dict.fromkeys(form.suffixes, guard_linear(layer, self.arrivals, columns))
+        self.tiles: list[int] | None = None
+        if form.tile_rows > 1:
+            merged = len(self.names) > 1  # else one weight on disk, whatever the engine calls its parts
+            self.sizes = list(output_partition_sizes) if merged else [sum(output_partition_sizes)]
+            self.tiles = [-(-size // form.tile_rows) for size in self.sizes]
+            shapes["scales"] = (sum(self.tiles), shapes["scales"][-1])
+            loaders["scales"] = guard_tiles(layer, self.arrivals, self.tiles)
         for part, name in form.suffixes.items():
             parameter = nn.Parameter(torch.empty(shapes[part], dtype=form.dtypes[part]), requires_grad=False)
             layer.register_parameter(name, parameter)
-            for attribute, value in {"input_dim": 1, "output_dim": 0, "weight_loader": loader}.items():
+            for attribute, value in {"input_dim": 1, "output_dim": 0, "weight_loader": loaders[part]}.items():
                 setattr(parameter, attribute, value)
         layer.swapq_operands = None
+
+    def _require_whole_tiles(self, columns: int, every_column: int, rows: list[int], every_row: int) -> None:
+        """Ranks may cut a weight between its tiles only; without a cut the last tile of each part may be partial."""
+        form = formats.get(self.format)
+        cut = (columns != every_column and columns % form.block) or (
+            sum(rows) != every_row and (any(size % form.tile_rows for size in rows) or len(self.names) != len(rows))
+        )
+        cut = cut and form.tile_rows > 1
+        if cut:
+            raise UnsupportedError(
+                f"{self.prefix}: {every_row} x {every_column} over the ranks is {rows} x {columns} here, which cuts a {self.format} block; "
+                "use a smaller tensor_parallel_size, or keep this layer in BF16 (`keep_bf16`)"
+            )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Validate what was loaded; on the CPU, refresh the expanded operand.
@@ -88,7 +110,16 @@ class SwapqLinearMethod(LinearMethodBase):
             layer.swapq_operands.refresh(self._parts(layer))
 
     def _parts(self, layer: Any) -> Parts:
-        return Parts(layer.weight.data, layer.weight_scale.data)
+        scales = getattr(layer, formats.get(self.format).suffixes["scales"]).data
+        if self.tiles is None:
+            return Parts(layer.weight.data, scales)
+        # each part of a merged linear has tiles of its own: one row of scales per row of the weight
+        counts = torch.tensor(self._rows_per_tile(), device=scales.device)
+        return Parts(layer.weight.data, scales.repeat_interleave(counts, dim=0, output_size=sum(self.sizes)))
+
+    def _rows_per_tile(self) -> list[int]:
+        tile = formats.get(self.format).tile_rows
+        return [min(tile, size - start) for size in self.sizes for start in range(0, size, tile)]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x [..., K]`` to BF16 ``[..., N]``, rows quantized on the way in."""

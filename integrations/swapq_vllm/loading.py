@@ -4,7 +4,7 @@ Torch's ``copy_`` converts silently: BF16 into uint8 truncates, E8M0 into uint8 
 uninitialized in every update and does not count what a quantized checkpoint lacks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 from weakref import ref
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swapq.errors import CheckpointError
 
-__all__ = ["Arrivals", "guard_experts", "guard_linear"]
+__all__ = ["Arrivals", "guard_experts", "guard_linear", "guard_tiles"]
 
 Slot = tuple[Any, ...]
 
@@ -143,5 +143,37 @@ def guard_linear(layer: Any, arrivals: Arrivals, columns: Mapping[str, int]) -> 
         if not param.is_meta:
             for each in slots:
                 arrivals.note(name, param, each)
+
+    return MethodType(load, layer)
+
+
+def guard_tiles(layer: Any, arrivals: Arrivals, tiles: Sequence[int]) -> Callable[..., Any]:
+    """Weight loader for scales that several rows share. vLLM's own places them by rows of the weight.
+
+    Args:
+        layer: the layer.
+        arrivals: expected slots are ``(shard id,)``, ``(None,)`` for a linear that is not merged.
+        tiles: rows of scales that each shard has on this rank.
+    """
+
+    def load(layer: Any, param: Tensor, loaded_weight: Tensor, *shard: Any) -> None:
+        name, slot = _name_of(layer, param), (shard[0] if shard else None,)
+        slots = list(arrivals.expected)
+        if slot not in arrivals.expected or loaded_weight.dtype != param.dtype or loaded_weight.dim() != 2:
+            weight = arrivals.expected.get(slot, f"{getattr(layer, 'prefix', 'linear')} shard {slot[0]}")
+            _refuse(weight, name, loaded_weight, param.dtype, tuple(param.shape))
+        index = slots.index(slot) if len(tiles) > 1 else 0
+        rows, columns = tiles[index], param.shape[1]
+        rank = getattr(layer, "tp_rank", 0)
+        head = rank // getattr(layer, "num_kv_head_replicas", 1) if slot[0] in ("k", "v") else rank
+        part = loaded_weight
+        for dim, size, place in ((0, rows, head), (1, columns, rank)):
+            if part.shape[dim] != size:
+                if part.shape[dim] % size or part.shape[dim] < (place + 1) * size:
+                    _refuse(arrivals.expected[slot], name, loaded_weight, param.dtype, (rows, columns))
+                part = part.narrow(dim, place * size, size)
+        param.data.narrow(0, sum(tiles[:index]), rows).copy_(part)
+        if not param.is_meta:
+            arrivals.note(name, param, slot)
 
     return MethodType(load, layer)

@@ -15,20 +15,19 @@ _WIDE_BYTES = 64 << 20
 class Operands:
     """Operand of one stored weight, as the list that the ops take."""
 
-    def __init__(self, parts: Parts, fmt: str) -> None:
-        values, scale = self._of(parts, fmt)
+    def __init__(self, parts: Parts, fmt: str, scope: str | None = None) -> None:
+        self.fmt, self.scope = fmt, scope or formats.get(fmt).default_scope
+        values, scale = self._of(parts)
         wide = values.numel() * 8 <= _WIDE_BYTES
-        self.fmt = fmt
         self.tensors = [values.to(torch.float64) if wide else values] + ([] if scale is None else [scale.clone()])
 
-    @staticmethod
-    def _of(parts: Parts, fmt: str) -> tuple[Tensor, Tensor | None]:
-        form = formats.get(fmt)
-        return form.operand(parts, scope=form.default_scope, axis=-1)
+    def _of(self, parts: Parts) -> tuple[Tensor, Tensor | None]:
+        form = formats.get(self.fmt)
+        return form.operand(form.loaded(parts), scope=self.scope, axis=-1)
 
     def refresh(self, parts: Parts) -> None:
         """Take over new codes and scales."""
-        values, scale = self._of(parts, self.fmt)
+        values, scale = self._of(parts)
         self.tensors[0].copy_(values)
         if scale is not None:
             self.tensors[1].copy_(scale)

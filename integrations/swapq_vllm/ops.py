@@ -28,11 +28,12 @@ def _gate(act: str, gated: bool) -> Gate:
 
 
 def _operand(weight: list[Tensor], stored: str) -> Operand:
-    """Operand from expanded values and scale (``stored == ""``), or from codes and scales in format ``stored``."""
+    """Operand from expanded values and scale (``stored == ""``), or from the parts of ``stored``, ``fmt`` or ``fmt:scope``."""
     if not stored:
         return Operand(weight[0], weight[1] if len(weight) > 1 else None)
-    form = formats.get(stored)
-    return form.operand(Parts(*weight), scope=form.default_scope, axis=-1)
+    name, _, scope = stored.partition(":")
+    form = formats.get(name)
+    return form.operand(form.loaded(Parts(*weight)), scope=scope or form.default_scope, axis=-1)
 
 
 @torch.library.custom_op("swapq::routed_experts", mutates_args=())
@@ -55,12 +56,13 @@ def routed_experts(
         topk_weights, topk_ids: ``[T, k]``, global expert ids.
         expert_map: global to local id, -1 for another rank's expert; None where all are here.
         gate_up, down: see ``stored``.
-        stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]``. A format's name: codes, scales, FP32 scale.
+        stored: ``""``: values ``[E, N, K]`` and, if there is one, scale ``[E]`` or ``[E, N, ceil(K/128)]``. A format's name: codes, scales,
+            FP32 scale, as they are stored; ``fmt:scope`` where gate and up are in another scope than the default.
         activations: format of the rows.
         act, gated: the gate.
     """
     ids = topk_ids if expert_map is None else expert_map[topk_ids.to(torch.int64)]
-    first, second = _operand(gate_up, stored), _operand(down, stored)
+    first, second = _operand(gate_up, stored), _operand(down, stored.partition(":")[0])
     return expert_block(
         x,
         ids,
@@ -93,7 +95,7 @@ def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored:
     """``x [..., K]`` through one quantized linear, BF16 ``[..., N]``. Weights as in :func:`routed_experts`, without the expert axis."""
     values, scale = _operand(weight, stored)
     linear = FrozenExpertLinear(
-        values[None], None if scale is None else scale.reshape(1), activations, None if bias is None else bias[None]
+        values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]
     )
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     return linear(rows, Routing.single(rows.shape[0], x.device), gather=False).unflatten(0, x.shape[:-1])

@@ -18,7 +18,7 @@ from swapq_vllm.served import Served
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["UpdateReport", "apply_update", "receive", "served_digests", "served_tensors", "verify"]
+__all__ = ["UpdateReport", "apply_update", "receive", "running", "served_digests", "served_tensors", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,17 @@ def served_digests(llm: "LLM") -> dict[str, str]:
     from swapq.digest import tensor_digest
 
     return {name: tensor_digest(tensor) for name, tensor in served_tensors(llm)}
+
+
+def running(llm: "LLM") -> dict[str, tuple[str, str]]:
+    """Checkpoint name of every weight matrix -> formats in which the engine computes it and its rows, for :func:`swapq.diagnostics.audit`.
+
+    Raises:
+        UnsupportedError: the engine is in another process.
+    """
+    _require_in_process(llm)
+    served: Served = llm.collective_rpc(Served.of)[0]
+    return served.running()
 
 
 def _require_in_process(llm: "LLM") -> None:

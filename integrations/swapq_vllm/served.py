@@ -67,6 +67,15 @@ class Served:
             if tensor is not None:
                 yield name, tensor
 
+    def running(self) -> dict[str, tuple[str, str]]:
+        """Checkpoint name of every weight matrix that this rank holds a part of -> formats of the weight and of its rows."""
+        found = {}
+        for name, placement in self.placements.items():
+            if placement.pieces and len(placement.meta.shape) > 1 and name.endswith((".weight", ".weight_packed")):
+                layer, parameter = placement.pieces[0].layer, placement.pieces[0].name
+                found[name.removesuffix("_packed")] = _runs(layer, getattr(layer, parameter))
+        return found
+
     def verify(self, expected: Mapping[str, str]) -> dict[str, list[str]]:
         """Compare what is held now with the sender's digests.
 
@@ -102,3 +111,13 @@ class Served:
 
     def _addresses(self) -> dict[str, int]:
         return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
+
+
+def _runs(layer: nn.Module, weight: Tensor) -> tuple[str, str]:
+    """What a layer computes in; of a method that is not swapq's, its name and what it holds."""
+    method: Any = getattr(layer, "quant_method", None)
+    if hasattr(method, "format") and hasattr(method, "activations"):
+        return method.format, method.activations
+    if weight.element_size() > 1:
+        return "bf16", "bf16"
+    return f"{str(weight.dtype).removeprefix('torch.')} of {type(method).__name__}", "unknown"

@@ -15,11 +15,13 @@ def unsound(x: Tensor, fmt: str, part: str) -> Tensor:
         x: one stored part of tensors in format ``fmt``.
         part: ``"codes"``, ``"scales"`` or ``"global_scale"``.
     """
-    if part == "global_scale":
+    if formats.get(fmt).dtypes[part] in (torch.float32, torch.bfloat16):
         return ~(torch.isfinite(x) & (x > 0))
     bits = x.view(torch.uint8)
     if formats.get(fmt).dtypes[part] == torch.float8_e4m3fn:
         return bits >= 0x7F if part == "scales" else (bits & 0x7F) == 0x7F
     if part == "scales":
         return bits == 0xFF  # E8M0's NaN
+    if fmt.startswith("int4"):
+        return ((bits & 0xF) == 8) | ((bits >> 4) == 8)  # -8, outside the symmetric range
     return torch.zeros_like(bits, dtype=torch.bool)  # every E2M1 code is a number

@@ -14,6 +14,10 @@ class WorkerExtension:
         """Compare what this worker holds with the sender's digests; a worker that differs stops serving."""
         return verify(self, expected_digests)
 
+    def swapq_running(self) -> dict[str, tuple[str, str]]:
+        """Formats in which this worker computes each weight matrix and its rows, for :func:`swapq.diagnostics.audit`."""
+        return Served.of(self).running()
+
     def swapq_digests(self) -> dict[str, str]:
         """Digests of every tensor that this worker holds whole, under checkpoint names."""
         return {name: tensor_digest(tensor) for name, tensor in Served.of(self).tensors()}

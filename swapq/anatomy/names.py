@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from swapq.anatomy.family import Family
 from swapq.anatomy.role import ALWAYS_KEPT, NEXT_TOKEN, TOWER, Role
 
-__all__ = ["FUSED_GROUPS", "ROW_PARALLEL", "NameFacts", "hub_spelling", "is_expertish", "live_spelling", "read_name"]
+__all__ = [
+    "FUSED_GROUPS",
+    "ROW_PARALLEL",
+    "NameFacts",
+    "hub_spelling",
+    "is_expertish",
+    "live_spelling",
+    "read_name",
+    "role_of",
+]
 
 _LAYERS = frozenset({"layers", "blocks", "h", "block"})
 _TOWERS = frozenset(
@@ -108,6 +117,8 @@ _SCALES = frozenset(
 )
 #: parts that DDP, FSDP1, activation checkpointing and compile put into names
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: roles do not depend on the family
+_ANY = Family(name="any")
 _FUSED_EXPERTS = {"gate_up_proj": "gate_up", "up_proj": "up", "down_proj": "down"}
 
 
@@ -152,6 +163,11 @@ def read_name(name: str, family: Family, num_layers: int | None) -> NameFacts:
     if not scale:
         return facts
     return NameFacts(facts.role, layer, scale, owner, leaf, facts.prefix, facts.expert, facts.projection)
+
+
+def role_of(name: str) -> Role:
+    """Role of a tensor by its name alone, of any family."""
+    return read_name(name, _ANY, None).role
 
 
 def _layer_at(parts: list[str]) -> int | None:

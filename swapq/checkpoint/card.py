@@ -12,12 +12,17 @@ from swapq.checkpoint.verify import Verification, verify
 from swapq.checkpoint.writer import write_text
 from swapq.errors import CheckpointError
 from swapq.headers import read_folder
+from swapq.recipe import Recipe
 
 __all__ = ["model_card", "write_card"]
 
 _FORMATS = {
     "nvfp4": "NVFP4 (E2M1 codes, one E4M3 scale per 16, one FP32 scale per expert; gate and up share it)",
     "mxfp8": "MXFP8 (E4M3 codes, one E8M0 scale per 32)",
+    "fp8_block": "FP8 block (E4M3 codes, one FP32 scale per 128x128)",
+    "int4": "INT4 (symmetric, one BF16 scale per 128; activations stay BF16)",
+    "int4_g32": "INT4 (symmetric, one BF16 scale per 32; activations stay BF16)",
+    "nvfp4_tile": "NVFP4 in tiles (E2M1 codes, one E4M3 scale per 16x16, one FP32 scale per expert)",
 }
 _LOADERS = {
     "swapq": "Stock transformers after `import swapq`, and vLLM with the swapq plugin installed, open it by its config alone.",
@@ -82,8 +87,9 @@ def _body(
     if described.recipe is not None:
         r = described.recipe
         lines += [
-            f"Recipe `{r.name}`: activations `{r.activations}`, first layers in BF16: {r.first_layers_bf16}, last layers in BF16: "
-            f"{r.last_layers_bf16}, also kept: {', '.join(r.keep_bf16) or 'nothing more'}, expert tensor-parallel size {r.expert_tp}.",
+            f"Recipe `{r.name}`: activations {_activations(r)}, first layers in BF16: {r.first_layers_bf16}, last layers in BF16: "
+            f"{r.last_layers_bf16}, also kept: {', '.join(r.keep_bf16) or 'nothing more'}, expert tensor-parallel size {r.expert_tp}. "
+            f"{r.policies[0].upper()}{r.policies[1:]}.",
             "",
         ]
     lines += ["## Size", "", "| | |", "|---|---|"]
@@ -105,6 +111,12 @@ def _body(
     if command:
         lines += ["## How it was made", "", "```", command, "```", ""]
     return lines
+
+
+def _activations(recipe: Recipe) -> str:
+    if isinstance(recipe.activations, str):
+        return f"`{recipe.activations}`"
+    return ", ".join(f"`{recipe.activations_of(role)}` before {role}" for role in recipe.weights)
 
 
 def _count(described: Described, fmt: str) -> str:

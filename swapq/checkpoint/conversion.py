@@ -111,7 +111,8 @@ def convert_checkpoint(
         progress: show a bar with rate and time left on stderr.
 
     Raises:
-        RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`; before anything is written.
+        RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`; before anything is written. RecipeError also for a recipe that is
+            not for rollouts.
         CheckpointError: a damaged or changing source, overlapping folders, too little space, a destination of something else.
         FormatError: a weight that is not finite, by name.
         UnsupportedError: an unknown layout, or a family that no engine reads per expert.
@@ -119,7 +120,9 @@ def convert_checkpoint(
     src, dst = Path(source), Path(destination)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise UnsupportedError(f"workers is {workers!r}; give a number from 1")
-    job = Job.of(plan(src, recipe), read_folder(src), layouts.get(layout), shard_bytes(max_shard_size))
+    the_plan = plan(src, recipe)
+    the_plan.recipe.require_rollout("a conversion writes what engines serve")
+    job = Job.of(the_plan, read_folder(src), layouts.get(layout), shard_bytes(max_shard_size))
     check_folders(src, dst)
     if not overwrite and is_complete(job, dst):
         record = read_json(dst / RECORD_NAME)

@@ -2,22 +2,30 @@
 
 import copy
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swapq.checkpoint.record import RECORD_NAME
+from swapq import formats
+from swapq.checkpoint import layouts
+from swapq.checkpoint.layouts import Layout
+from swapq.checkpoint.ranks import Ranks
+from swapq.checkpoint.record import RECORD_NAME, exported, read_record
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
+from swapq.convert import plan_of
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import read_json
 
-__all__ = ["LAYOUTS", "export"]
+__all__ = ["export"]
 
-LAYOUTS = ("swapq",)
+#: what goes before new shards come, the config first
+_REPLACES = ("config.json", "hf_quant_config.json", RECORD_NAME)
 
 
 def export(
@@ -29,28 +37,64 @@ def export(
     folder without it is one that was not finished; an export that fails leaves an earlier one as it was. Save the tokenizer beside
     it with its own ``save_pretrained``.
 
+    In a process group rank 0 writes. Every rank calls this for a sharded model (FSDP2), gathers, and returns when the folder is whole or
+    raises when it is not; of an unsharded one (DDP) the call of another rank does nothing, so it does not matter who calls.
+
+    Tensors that are not quantized keep their dtype, so FP32 masters give FP32 tensors beside the codes. Engines round them to BF16 when
+    they load; ``export(model.to(torch.bfloat16), ...)`` writes them so. The codes are the same bytes either way (contract section 0).
+
     Args:
         model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
         directory: made if missing; an earlier export in it is replaced.
-        layout: ``"swapq"``.
+        layout: one of :func:`swapq.checkpoint.layouts.names`. The folder holds the bytes that ``convert_checkpoint`` makes of the same
+            weights; the layouts of other tools come with ``swapq.json``, which keeps the recipe.
         max_shard_size: bytes, or a string such as ``"5GB"``.
 
     Raises:
+        RecipeError: a recipe that is not for rollouts.
         UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
         FormatError: a master that is not finite, by name.
-        CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model.
+        CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model; or
+            another rank failed.
     """
-    if layout not in LAYOUTS:
-        raise UnsupportedError(f"layout {layout!r} is not one that swapq writes; choose one of {', '.join(LAYOUTS)}")
+    target = layouts.get(layout)
     root, folder = base_model(model), Path(directory)
     if not isinstance(root, PreTrainedModel):
         raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
-    described = quantization_config(root)
-    _check_destination(folder)
-    with ShardWriter(folder, max_shard_size, replaces=("config.json", RECORD_NAME)) as writer:
-        tensors: Any = checkpoint_tensors(root)
-        for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
-            writer.add(name, tensor)
+    the_plan = plan_of(root)
+    the_plan.recipe.require_rollout("export writes what engines serve")
+    described = quantization_config(root) if layout == "swapq" else target.quantization_config(the_plan)
+    extra_files = target.extra_files(the_plan)
+    ranks = Ranks.of(root)
+    if not (ranks.writes or ranks.sharded):
+        return
+
+    def write() -> None:
+        gathered = checkpoint_tensors(root)
+        try:
+            tensors: Any = gathered if layout == "swapq" else _relaid(gathered, the_plan.quantized, target)
+            with ShardWriter(folder, max_shard_size, replaces=_REPLACES) as writer:
+                for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
+                    writer.add(name, tensor)
+            _finish(root, folder, described, extra_files)
+            if layout != "swapq":
+                write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
+        finally:
+            _exhaust(gathered)  # after a failed write, too: the other ranks are still gathering
+
+    ranks.attempt(lambda: _check_destination(folder) if ranks.writes else None)
+    ranks.attempt(write if ranks.writes else lambda: _exhaust(checkpoint_tensors(root)))
+
+
+def _exhaust(tensors: Iterable[Any]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _finish(
+    root: PreTrainedModel, folder: Path, described: dict[str, Any], extra_files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Everything beside the shards, the config last."""
     if root.can_generate() and root.generation_config is not None:
         root.generation_config.save_pretrained(folder)
     config = copy.deepcopy(root.config)
@@ -61,18 +105,45 @@ def export(
         part.pop("quantization_config", None)
         part.pop("compression_config", None)
     content["quantization_config"] = described
+    for name, extra in extra_files.items():
+        write_json(folder / name, extra)
     write_json(folder / "config.json", content)
+
+
+def _relaid(
+    tensors: Iterable[tuple[str, Tensor]], quantized: Mapping[str, str], layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of layout ``swapq`` as another layout stores them, each weight when its last part has come."""
+    ours = layouts.get("swapq")
+    owners = {
+        stored.name: weight
+        for weight, fmt in quantized.items()
+        for stored in ours.stored(weight, fmt, (formats.get(fmt).block,) * 2)
+    }
+    missing = Counter(owners.values())
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        weight = owners.get(name)
+        if weight is None:
+            yield name, tensor
+            continue
+        parts.setdefault(weight, {})[name] = tensor.cpu()
+        missing[weight] -= 1
+        if not missing[weight]:
+            fmt = quantized[weight]
+            yield from layout.encode(weight, fmt, ours.decode(weight, fmt, parts.pop(weight))).items()
 
 
 def _check_destination(folder: Path) -> None:
     """Refuse to replace what is no export: the source's weights, which may be mapped or the only copy, most of all."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name a directory to export to")
-    if (folder / "hf_quant_config.json").exists():
+    ours = folder.is_dir() and read_record(folder) is not None
+    if (folder / "hf_quant_config.json").exists() and not ours:
         raise CheckpointError(
             f"{folder}: hf_quant_config.json describes another checkpoint, and readers would believe it; choose another directory"
         )
-    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+    if not ours and (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
         entry = read_json(folder / "config.json").get("quantization_config")
         method = entry.get("quant_method") if isinstance(entry, dict) else None
         if method != "swapq":

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +119,9 @@ def _layout(folder: Folder, config: Mapping[str, Any], found: Inspection) -> Non
         found.notes.append(str(error))
         return
     found.layout = described.layout
-    found.notes.append(f"{len(described.quantized)} quantized weights")
+    counts = Counter(described.quantized.values())
+    held = ", ".join(f"{count} {fmt}" for fmt, count in sorted(counts.items()))
+    found.notes.append(f"{len(described.quantized)} quantized weights" + (f": {held}" if held else ""))
 
 
 def _roles(folder: Folder, found: Inspection) -> None:

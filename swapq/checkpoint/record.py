@@ -1,5 +1,6 @@
 """What a destination says of its conversion: progress while it runs, and ``swapq.json`` when it is complete."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +11,16 @@ from swapq.checkpoint.job import CONVERSION_VERSION, Job
 from swapq.checkpoint.writer import write_json
 from swapq.errors import CheckpointError
 from swapq.headers import read_json
+from swapq.recipe import Recipe
 
-__all__ = ["RECORD_NAME", "SCRATCH_NAME", "Progress", "completion", "read_record"]
+__all__ = ["RECORD_NAME", "SCRATCH_NAME", "Progress", "completion", "exported", "read_record", "sha256_of"]
 
 #: written last, in the destination
 RECORD_NAME = "swapq.json"
 #: folder inside the destination for what is not whole; removed at the end
 SCRATCH_NAME = ".swapq"
 _PROGRESS_NAME = "progress.json"
+_HASH_BUFFER = 1 << 22
 
 
 @dataclass
@@ -80,6 +83,31 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not isinstance(record.get("fingerprint"), str) or not isinstance(record.get("shards"), dict):
         raise CheckpointError(f"{path}: is no completion record of swapq; remove it or choose another destination")
     return record
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_BUFFER):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def exported(recipe: Recipe, layout: str, folder: Path) -> dict[str, Any]:
+    """The completion record of an export: it holds the recipe, which the configs of other tools have no place for."""
+    shards = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.glob("model*.safetensors"))
+    }
+    return {
+        "swapq": __version__,
+        "conversion": CONVERSION_VERSION,
+        "fingerprint": "export of a live model",
+        "recipe": recipe.to_dict(),
+        "layout": layout,
+        "shards": shards,
+    }
 
 
 def completion(job: Job, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swapq import formats
 from swapq.checkpoint.raw import as_bytes
 from swapq.checkpoint.units import Quantize, Slab, Target
 from swapq.errors import CheckpointError
@@ -83,12 +84,11 @@ def quantized(unit: Quantize, files: SourceFiles) -> Iterator[tuple[Target, Tens
     shared = torch.stack(amaxes).amax()
     for target in unit.targets:
         rows = matrices[target.slab][target.first : target.first + target.rows]
-        yield target, rows, cpu.quantize_matrix(rows, target.fmt, shared if target.fmt == "nvfp4" else None)
+        joint = shared if formats.get(target.fmt).shares_scale else None
+        yield target, rows, cpu.quantize_matrix(rows, target.fmt, joint)
 
 
 def vanished_blocks(rows: Tensor, fmt: str, parts: Parts) -> int:
-    """Non-zero blocks whose scale underflowed to zero (contract section 2)."""
-    zero = parts.scales.view(torch.uint8) == 0
-    if fmt != "nvfp4" or not bool(zero.any()):
-        return 0
-    return int(rows.unflatten(-1, (-1, rows.shape[-1] // parts.scales.shape[-1]))[zero].ne(0).any(-1).sum())
+    """Non-zero blocks that dequantize to zeros, because their scale is zero or as small as it can be (contract section 0)."""
+    form = formats.get(fmt)
+    return form.underflowed_blocks(rows, parts, scope=form.default_scope, axis=-1) if form.may_vanish(parts) else 0

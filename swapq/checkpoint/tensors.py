@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
+from swapq import formats
 from swapq.checkpoint.layouts.swapq import describe
 from swapq.convert import is_converted, plan_of, swapped_modules
 from swapq.errors import UnsupportedError
+from swapq.formats import Format
 from swapq.headers import read_folder
 from swapq.nn.experts import SwapqExperts
 from swapq.nn.gather import whole
 from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
-from swapq.qtensor import QTensor, require_finite
+from swapq.qtensor import require_finite
 
 __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
@@ -54,23 +56,22 @@ def _expert_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
             f"{layout.prefix}: no engine reads per-expert tensors of a family with interleaved gate and up; train it and keep the "
             "masters with save_pretrained, but do not export it"
         )
-    q = module.quantized()
-    first, down = q[module.up_name], q[module.down_name]
-    rows = {"gate": slice(layout.intermediate), "up": slice(layout.intermediate, None)} if layout.gated else {}
+    form = formats.get(module.spec.weights)
+    first, down = module.stored_parts(module.up_name), module.stored_parts(module.down_name)
+    half = -(-layout.intermediate // form.tile_rows)  # rows of block scales in gate, and in up
     for expert in range(layout.num_experts):
         for projection in layout.projections:
-            source = down if projection == "down" else first
-            yield from _stored(layout.hub_weight(expert, projection), source, expert, rows.get(projection, slice(None)))
+            weight = layout.hub_weight(expert, projection)
+            side = {"gate": 0, "up": 1}.get(projection) if layout.gated else None
+            for part, tensor in (down if projection == "down" else first).items():
+                size = half if part == "scales" else layout.intermediate
+                rows = slice(None) if side is None else slice(side * size, (side + 1) * size)
+                yield part_name(weight, form, part), tensor[expert] if part == "global_scale" else tensor[expert, rows]
 
 
-def _stored(weight: str, q: QTensor, expert: int, rows: slice) -> Iterator[tuple[str, Tensor]]:
-    for part, tensor in q.named_parts().items():
-        yield part_name(weight, q, part), tensor[expert] if part == "global_scale" else tensor[expert, rows]
-
-
-def part_name(weight: str, q: QTensor, part: str) -> str:
+def part_name(weight: str, form: Format, part: str) -> str:
     """Checkpoint name of one part of the weight called ``weight``: only its last dotted part changes."""
-    return f"{weight.rpartition('.')[0]}.{q.spec.suffixes[part]}"
+    return f"{weight.rpartition('.')[0]}.{form.suffixes[part]}"
 
 
 def module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
@@ -81,9 +82,9 @@ def module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
     if isinstance(module, SwapqExperts):
         yield from _expert_tensors(module)
     elif isinstance(module, SwapqLinear):
-        q = module.quantized()["weight"]
-        for part, tensor in q.named_parts().items():
-            yield part_name(module.hub_name, q, part), tensor
+        form = formats.get(module.spec.weights)
+        for part, tensor in module.stored_parts("weight").items():
+            yield part_name(module.hub_name, form, part), tensor
 
 
 def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,6 @@
 It raises nothing about the folder: every fault is a line in ``problems``.
 """
 
-import hashlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -16,19 +15,22 @@ from rich.progress import track
 from torch import Tensor
 
 from swapq import formats
-from swapq.anatomy import Role
+from swapq.anatomy.names import role_of
 from swapq.checkpoint import layouts
 from swapq.checkpoint.described import Described, describe_folder, folder_path
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record, sha256_of
 from swapq.checkpoint.source import SourceFiles
 from swapq.errors import SwapqError
 from swapq.headers import Folder, TensorHeader, read_folder
 
 __all__ = ["Verification", "verify"]
 
-_HASH_BUFFER = 1 << 22
+#: codes that share one element of a packed tensor
+_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
+#: what a module may hold beside its weight without being a parameter
+_BESIDE = ("input_scale", "input_global_scale", "weight_shape")
 
 
 @dataclass
@@ -88,6 +90,11 @@ def verify(
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
     known = _structure(folder, described, layout, report)
+    try:
+        entry = described.config.get("quantization_config") or {}
+        report.problems.extend(layout.contradictions(entry, folder.path))
+    except SwapqError as error:
+        report.problems.append(str(error))
     _hashes(folder, report, progress)
     files = SourceFiles(folder.path)
     try:
@@ -114,7 +121,7 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
             continue
         stored = _promised(weight, fmt, folder, layout)
         if stored is None:
-            name = layout.stored(weight, fmt, (16, 32))[0].name
+            name = layout.stored(weight, fmt, (128, 128))[0].name
             report.problems.append(f"{name}: listed as {fmt} and missing")
             continue
         owned.update(s.name for s in stored)
@@ -132,11 +139,12 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
 
 
 def _promised(weight: str, fmt: str, folder: Folder, layout: Layout) -> list[Stored] | None:
-    codes = folder.tensors.get(layout.stored(weight, fmt, (16, 32))[0].name)
+    form = formats.get(fmt)
+    codes = folder.tensors.get(layout.stored(weight, fmt, (128, 128))[0].name)
     if codes is None or len(codes.shape) != 2:
         return None
-    matrix = (codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1))
-    if matrix[1] % formats.get(fmt).block:
+    matrix = (codes.shape[0], codes.shape[1] * _PER_ELEMENT.get(codes.dtype, 1))
+    if matrix[1] % form.block and not form.partial_blocks:
         return None
     return layout.stored(weight, fmt, matrix)
 
@@ -158,7 +166,14 @@ def _differs(promised: Stored, header: TensorHeader | None) -> str | None:
 def _looks_quantized(name: str, header: TensorHeader) -> bool:
     low = header.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
     return (low and len(header.shape) >= 2) or name.endswith(
-        (".weight_scale", ".weight_scale_2", ".weight_global_scale")
+        (
+            ".weight_scale",
+            ".weight_scale_2",
+            ".weight_global_scale",
+            ".weight_scale_inv",
+            ".weight_packed",
+            ".weight_shape",
+        )
     )
 
 
@@ -203,16 +218,8 @@ def _hashes(folder: Folder, report: Verification, progress: bool) -> None:
             report.problems.append(f"{name}: recorded in {RECORD_NAME} and missing")
         elif path.stat().st_size != said.get("bytes"):
             report.problems.append(f"{name}: {path.stat().st_size} bytes, {RECORD_NAME} records {said.get('bytes')}")
-        elif _sha256(path) != said.get("sha256"):
+        elif sha256_of(path) != said.get("sha256"):
             report.problems.append(f"{name}: its SHA-256 is not the one that {RECORD_NAME} records; the file changed")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_BUFFER):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _values(
@@ -230,7 +237,7 @@ def _values(
         known.items(), "Reading scales", transient=True, disable=not progress, console=_stderr()
     ):
         fmt = described.quantized[weight]
-        report.tensors[weight] = {"role": _role(weight).value, "format": fmt}
+        report.tensors[weight] = {"role": role_of(weight).value, "format": fmt}
         tensors = {s.name: _read(folder.tensors[s.name], files) for s in stored[1:]}
         for name, tensor in tensors.items():
             fault = _scale_fault(name, tensor)
@@ -263,12 +270,15 @@ def _scale_fault(name: str, tensor: Tensor) -> str | None:
     if tensor.dtype == torch.uint8 or tensor.dtype == torch.float8_e8m0fnu:
         bad = int((tensor.view(torch.uint8) == 255).sum())
         return f"{name}: {bad} scales are NaN (E8M0 byte 255)" if bad else None
+    if name.endswith(".weight_shape"):
+        return None
     values = tensor.float()
     bad = int((~torch.isfinite(values)).sum())
     if bad:
         return f"{name}: {bad} of {values.numel()} scales are not finite"
-    if tensor.dtype == torch.float32 and bool((values <= 0).any()):
-        return f"{name}: the FP32 scale is {values.flatten()[0].item():g}; a scale is above zero"
+    if tensor.dtype in (torch.float32, torch.bfloat16) and bool((values <= 0).any()):
+        kind = "FP32" if tensor.dtype == torch.float32 else "BF16"
+        return f"{name}: the {kind} scale is {values[values <= 0][0].item():g}; a scale is above zero"
     return None
 
 
@@ -277,24 +287,14 @@ def _pair_key(weight: str) -> str | None:
     return head if leaf in ("gate_proj", "up_proj", "w1", "w3") and ".experts." in f".{head}." else None
 
 
-def _role(weight: str) -> Role:
-    """Role of a quantized weight by its name: only four roles are ever quantized."""
-    parts = weight.split(".")
-    if "experts" in parts:
-        return Role.routed_experts
-    if any(p in ("shared_expert", "shared_experts") for p in parts):
-        return Role.shared_experts
-    return Role.attention if any("attn" in p for p in parts) else Role.dense_mlp
-
-
 def _totals(folder: Folder, described: Described, layout: Layout, report: Verification) -> None:
     owned = set(described.quantized)
     parameters = 0
     for name, header in folder.tensors.items():
         codes = name if name in owned else name.removesuffix("_packed")
         if codes in owned:
-            parameters += math.prod(header.shape) * (2 if header.dtype == torch.uint8 else 1)
-        elif not _looks_quantized(name, header) and not name.endswith(("input_scale", "input_global_scale")):
+            parameters += math.prod(header.shape) * _PER_ELEMENT.get(header.dtype, 1)
+        elif not _looks_quantized(name, header) and not name.endswith(_BESIDE):
             parameters += math.prod(header.shape)
     report.totals |= {
         "layout": described.layout,

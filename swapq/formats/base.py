@@ -22,7 +22,8 @@ class Parts(NamedTuple):
 class Operand(NamedTuple):
     """What a GEMM reads (contract section 3): exact BF16 ``values [..., N, K]`` and the FP32 ``scale`` applied after the sum.
 
-    ``scale`` is one number per row (activations), one per matrix (weights), or None where it is 1.
+    ``scale`` is one number per row (activations), one per matrix (weights), or None where it is 1. A format whose scales change along K
+    (``fp8_block``) has one per row and block, ``[..., N, ceil(K/128)]``, which multiplies the sum over that block (contract section 7).
     """
 
     values: Tensor
@@ -32,16 +33,28 @@ class Operand(NamedTuple):
 class Format(ABC):
     """One quantization format: a block length, the scopes and axes it knows, and the three maps between numbers and bytes."""
 
-    name: ClassVar[str]
+    name: str
     #: elements that share one block scale along the contraction axis
-    block: ClassVar[int]
+    block: int
+    #: rows of a weight that share one block scale
+    tile_rows: int = 1
+    #: whether the last block along an axis may be shorter
+    partial_blocks: ClassVar[bool] = False
     scopes: ClassVar[tuple[str, ...]]
-    default_scope: ClassVar[str]
+    #: scope of weights
+    default_scope: str
+    #: scope of activations
+    row_scope: str
     axes: ClassVar[tuple[int, ...]]
     #: checkpoint suffix of each part (``weight`` holds the codes)
     suffixes: ClassVar[dict[str, str]]
     #: dtype in which each part is stored and sent
     dtypes: ClassVar[dict[str, torch.dtype]]
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether an FP32 scale spans a whole weight, which gate and up of an expert then share."""
+        return "global_scale" in self.dtypes
 
     @abstractmethod
     def quantize(self, x: Tensor, *, scope: str, axis: int, amax: Tensor | None = None) -> Parts:
@@ -61,7 +74,24 @@ class Format(ABC):
 
     @abstractmethod
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
-        """Shape of the tensor whose codes these are."""
+        """Shape of the tensor whose codes, in memory or stored, these are."""
+
+    def stored(self, parts: Parts) -> Parts:
+        """The parts as they lie in files, on the wire and in an engine: packed, where a format keeps one code per element in memory."""
+        return parts
+
+    def loaded(self, parts: Parts) -> Parts:
+        """Undo :meth:`stored`."""
+        return parts
+
+    def scope_of_stack(self, rows: int, stacked: int) -> str:
+        """Scope of ``stacked`` equal weights above each other in ``rows``: no block scale reaches from one into the next, since gate and
+        up of an expert are tensors of their own in a checkpoint."""
+        return self.default_scope
+
+    def may_vanish(self, parts: Parts) -> bool:
+        """Whether some block scale is so small that a non-zero block may have become zeros; :meth:`underflowed_blocks` counts them."""
+        return False
 
     def underflowed_blocks(self, x: Tensor, parts: Parts, *, scope: str, axis: int) -> int:
         """How many non-zero blocks of ``x`` dequantize to all zeros (contract section 0)."""
@@ -110,7 +140,7 @@ class Format(ABC):
         Raises:
             FormatError: naming the tensor, the length and the block.
         """
-        if length % self.block:
+        if length % self.block and not self.partial_blocks:
             raise FormatError(
                 f"{self.name} of {name}: its length {length} along the contraction axis is not a multiple of the block of "
                 f"{self.block}; keep this tensor in BF16 (`keep_bf16`) or choose another format"

@@ -11,6 +11,7 @@ __all__ = [
     "F32_MAX",
     "e2m1_decode",
     "e2m1_encode",
+    "e2m1_encode_stochastic",
     "e4m3_cast",
     "e8m0_ceil",
     "e8m0_inverse",
@@ -41,6 +42,22 @@ def e2m1_encode(y: Tensor) -> Tensor:
     magnitude = torch.bucketize(y.abs().contiguous(), _boundaries(y.device), out_int32=True)
     sign = torch.signbit(y).to(torch.int32) << 3
     return (magnitude | sign).to(torch.uint8)
+
+
+def e2m1_encode_stochastic(y: Tensor, draws: Tensor) -> Tensor:
+    """Codes of float32 ``y``, up or down to a neighbour with probabilities that keep the mean (contract section 8).
+
+    Args:
+        y: values; beyond 6 they saturate, which no rounding can make unbiased.
+        draws: uniform in [0, 1), shape of ``y``.
+    """
+    values = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32, device=y.device)
+    magnitude = y.abs().clamp(max=6.0)
+    below = (torch.bucketize(magnitude.contiguous(), values, right=True, out_int32=True) - 1).clamp(0, 6)
+    low, high = values[below], values[below + 1]
+    up = draws < torch.div(magnitude - low, high - low)
+    code = torch.where(torch.isnan(y), 7, below + up)  # as the nearest rounding does
+    return (code | (torch.signbit(y).to(torch.int32) << 3)).to(torch.uint8)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:

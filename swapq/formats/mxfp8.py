@@ -19,7 +19,7 @@ class MXFP8(Format):
     name = "mxfp8"
     block = 32
     scopes = ("block",)
-    default_scope = "block"
+    default_scope = row_scope = "block"
     axes = (-1, -2)
     suffixes: ClassVar[dict[str, str]] = {"codes": "weight", "scales": "weight_scale"}
     dtypes: ClassVar[dict[str, torch.dtype]] = {"codes": torch.float8_e4m3fn, "scales": torch.uint8}

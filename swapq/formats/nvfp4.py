@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from swapq.formats.base import Format, Operand, Parts
-from swapq.formats.bits import F32_MAX, e2m1_decode, e2m1_encode, e4m3_cast, pack_nibbles, unpack_nibbles
+from swapq.formats.bits import (
+    F32_MAX,
+    e2m1_decode,
+    e2m1_encode,
+    e2m1_encode_stochastic,
+    e4m3_cast,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 __all__ = ["NVFP4", "ONE_SIXTH"]
 
@@ -16,12 +24,14 @@ _RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
 
 class NVFP4(Format):
     """``codes [..., M, K/2]`` uint8; ``scales [..., M, K/16]`` float8_e4m3fn (tile scope: ``[..., ceil(M/16), K/16]``);
-    ``global_scale`` float32, one per leading index (tensor and tile scope) or one per row (row scope)."""
+    ``global_scale`` float32, one per leading index (tensor and tile scope) or one per row (row scope).
 
-    name = "nvfp4"
+    Args:
+        tile: the format ``nvfp4_tile`` of contract section 8: weights in 16x16 tiles, activations in tensor scope.
+    """
+
     block = 16
     scopes = ("tensor", "row", "tile")
-    default_scope = "tensor"
     axes = (-1,)
     suffixes: ClassVar[dict[str, str]] = {"codes": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"}
     dtypes: ClassVar[dict[str, torch.dtype]] = {
@@ -30,13 +40,28 @@ class NVFP4(Format):
         "global_scale": torch.float32,
     }
 
-    def quantize(self, x: Tensor, *, scope: str = "tensor", axis: int = -1, amax: Tensor | None = None) -> Parts:
+    def __init__(self, *, tile: bool = False) -> None:
+        self.name = "nvfp4_tile" if tile else "nvfp4"
+        self.default_scope, self.row_scope = ("tile", "tensor") if tile else ("tensor", "row")
+        self.tile_rows = self.block if tile else 1
+
+    def quantize(
+        self,
+        x: Tensor,
+        *,
+        scope: str = "tensor",
+        axis: int = -1,
+        amax: Tensor | None = None,
+        draws: Tensor | None = None,
+    ) -> Parts:
+        """Codes and scales. ``draws``, uniform in [0, 1) and of ``x``'s shape, round the elements stochastically; scales stay nearest."""
         encode, decode = self.global_scales(self.scope_amax(x, scope) if amax is None else amax.float())
         per_block = self._over_blocks(encode * ONE_SIXTH, scope, x.dim())
         scales = e4m3_cast((self._block_amax(x, scope) * per_block).clamp(max=F32_MAX))
         product = scales.float() * self._over_blocks(decode, scope, x.dim())
         factor = torch.div(torch.ones_like(product), product).clamp(max=F32_MAX)
-        codes = e2m1_encode(x.float() * self._spread(factor, scope, x.shape[-2] if x.dim() > 1 else 1))
+        y = x.float() * self._spread(factor, scope, x.shape[-2] if x.dim() > 1 else 1)
+        codes = e2m1_encode(y) if draws is None else e2m1_encode_stochastic(y, draws)
         return Parts(pack_nibbles(codes), scales, decode)
 
     def dequantize(self, parts: Parts, *, scope: str = "tensor", axis: int = -1) -> Tensor:
@@ -61,6 +86,9 @@ class NVFP4(Format):
 
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return (*codes.shape[:-1], codes.shape[-1] * 2)
+
+    def may_vanish(self, parts: Parts) -> bool:
+        return bool((parts.scales.view(torch.uint8) == 0).any())
 
     @staticmethod
     def scope_amax(x: Tensor, scope: str = "tensor") -> Tensor:

@@ -56,6 +56,13 @@ class SwapqConfig(QuantizationConfigMixin):
         if not isinstance(trainable, bool):
             raise CheckpointError(f"quantization_config: trainable is {trainable!r}, expected true or false")
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """What transformers makes of a folder's ``quantization_config``: of a class of its own, so that one passed for a folder that is
+        quantized already is refused instead of overlooked with a warning."""
+        stored = _StoredConfig(**config_dict)
+        return (stored, kwargs) if return_unused_kwargs else stored
+
     def to_dict(self) -> dict[str, Any]:
         """The dictionary that ``config.json`` holds."""
         described: dict[str, Any] = {
@@ -68,6 +75,14 @@ class SwapqConfig(QuantizationConfigMixin):
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
+
+
+class _StoredConfig(SwapqConfig):
+    """The config that a checkpoint holds."""
+
+
+#: ends up in transformers' message: "The model is quantized with ... but you are passing a SwapqConfig config"
+_StoredConfig.__name__ = "SwapqConfig of the checkpoint itself, which is quantized already and loads without one,"
 
 
 def _listed(quantized: object) -> dict[str, list[str]]:

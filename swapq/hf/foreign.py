@@ -17,14 +17,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from swapq import anatomy, formats
 from swapq.anatomy import Anatomy
 from swapq.checkpoint import layouts
-from swapq.checkpoint.described import algorithm_format, compressed_format
 from swapq.checkpoint.layouts.base import stem
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
 from swapq.nn.storage import QuantizedStorage
-from swapq.recipe import Recipe
+from swapq.recipe import FORMATS, Recipe
 
-__all__ = ["ForeignConfig", "foreign_config", "recipe_for", "stored_names", "translated"]
+__all__ = ["ForeignConfig", "foreign_config", "read_names", "recipe_for", "stored_names", "translated"]
 
 Headers = Mapping[str, tuple[str, TensorHeader]]
 
@@ -42,21 +41,14 @@ class ForeignConfig(QuantizationConfigMixin):
         """Name of the layout."""
         return str(self.described.get("quant_method"))
 
-    def format_of(self, weight: str) -> str:
-        """Format of a quantized weight.
+    def quantized(self, headers: Headers) -> dict[str, str]:
+        """Weight -> format of every weight that has block scales in the files, or that the config names.
 
         Raises:
-            UnsupportedError: an algorithm that swapq does not read.
+            CheckpointError, UnsupportedError: see :meth:`swapq.checkpoint.layouts.Layout.quantized`.
         """
-        if self.layout == "compressed-tensors":
-            return compressed_format(self.described)
-        layers = self.described.get("quantized_layers") or {}
-        return algorithm_format(layers.get(stem(weight), {}).get("quant_algo") or self.described.get("quant_algo"))
-
-    def quantized(self, headers: Headers) -> dict[str, str]:
-        """Weight -> format of every weight that has block scales in the files."""
-        names = (stem(name) + ".weight" for name in headers if name.endswith(".weight_scale"))
-        return {name: self.format_of(name) for name in names}
+        scaled = [stem(name) for name in headers if name.endswith(".weight_scale")]
+        return layouts.get(self.layout).quantized(self.described, scaled)
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": "swapq-foreign", "original": self.described}
@@ -91,14 +83,12 @@ def recipe_for(model: PreTrainedModel, quantized: Mapping[str, str]) -> Recipe:
     """The recipe that quantizes exactly the weights in ``quantized``.
 
     Raises:
-        CheckpointError: a weight that the model does not have, experts of one layer that are quantized in part, or two formats.
+        CheckpointError: no quantized weight, one that the model does not have, experts of one layer that are quantized in part, or
+            two formats in one role.
     """
     found = anatomy.of_model(model)
-    kinds = sorted(set(quantized.values()))
-    if len(kinds) != 1:
-        raise CheckpointError(
-            f"the checkpoint holds {' and '.join(kinds) or 'no'} quantized weights; swapq opens folders of one format"
-        )
+    if not quantized:
+        raise CheckpointError("the checkpoint holds no quantized weights; open it without its quantization_config")
     roles: dict[str, str] = {}
     kept: dict[str, dict[str, None]] = {}
     known: set[str] = set()
@@ -107,14 +97,19 @@ def recipe_for(model: PreTrainedModel, quantized: Mapping[str, str]) -> Recipe:
             continue
         names = found.hub_weights(info)
         known.update(names)
-        here = sum(name in quantized for name in names)
-        if here and here != len(names):
+        here = [quantized[name] for name in names if name in quantized]
+        if here and (len(here) != len(names) or len(set(here)) > 1):
+            kinds = " and ".join(sorted(set(here)))
             raise CheckpointError(
-                f"{info.name}: {here} of its {len(names)} expert weights are quantized; one layer's experts have one format"
+                f"{info.name}: {len(here)} of its {len(names)} expert weights are quantized, as {kinds}; one layer's experts have one "
+                "format"
             )
-        if here:
-            roles[info.role.value] = kinds[0]
-        else:
+        if here and roles.setdefault(info.role.value, here[0]) != here[0]:
+            raise CheckpointError(
+                f"{info.name} is {here[0]} and other {info.role.value} weights are {roles[info.role.value]}; swapq opens folders "
+                "where a role has one format"
+            )
+        if not here:
             kept.setdefault(info.role.value, {})[_pattern(info.name, found, info)] = None
     unknown = sorted(set(quantized) - known)
     if unknown:
@@ -125,7 +120,7 @@ def recipe_for(model: PreTrainedModel, quantized: Mapping[str, str]) -> Recipe:
     return Recipe(
         name="foreign",
         weights=roles,
-        activations=kinds[0],
+        activations={role: FORMATS[fmt].activations[0] for role, fmt in roles.items()},
         backward="dequantized",
         keep_bf16=patterns,
         first_layers_bf16=0,
@@ -146,18 +141,23 @@ def stored_names(module: QuantizedStorage, layout: str) -> list[str]:
     return [s.name for weight in module.hub_weights() for s in layouts.get(layout).stored(weight, fmt, (block, block))]
 
 
+def read_names(weight: str, fmt: str, layout: str) -> list[str]:
+    """Names of the tensors that one weight is read from: scales of activations are not among them."""
+    block = formats.get(fmt).block
+    stored = layouts.get(layout).stored(weight, fmt, (block, block))
+    return [s.name for s in stored if "input" not in s.name.rpartition(".")[2]]
+
+
 def translated(weight: str, fmt: str, layout: str, read: Any) -> dict[str, Tensor]:
-    """The tensors of one foreign weight under the names of layout ``swapq``.
+    """The tensors of one weight of any layout under the names of layout ``swapq``.
 
     Args:
         read: ``name -> tensor``; raises CheckpointError for a name that is not there.
     """
-    form = formats.get(fmt)
-    source = layouts.get(layout)
-    wanted = [
-        s.name for s in source.stored(weight, fmt, (form.block, form.block)) if "input" not in s.name.rpartition(".")[2]
-    ]
-    parts = source.decode(weight, fmt, {name: read(name) for name in wanted})
+    tensors = {name: read(name) for name in read_names(weight, fmt, layout)}
+    if layout == "swapq":
+        return tensors
+    parts = layouts.get(layout).decode(weight, fmt, tensors)
     scales = parts.scales.view(torch.uint8) if parts.scales.dtype == torch.float8_e8m0fnu else parts.scales
     scale_2 = None if parts.global_scale is None else parts.global_scale.float().reshape(())
     return layouts.get("swapq").encode(weight, fmt, parts._replace(scales=scales, global_scale=scale_2))

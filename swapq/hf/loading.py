@@ -3,24 +3,25 @@
 transformers loads everything else. It never sees the quantized tensors, whose dtypes its loader would cast.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from rich.progress import track
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from swapq.checkpoint.tensors import module_tensors, rest_names
 from swapq.convert import swapped_modules
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import TensorHeader, read_shard
-from swapq.hf.foreign import ForeignConfig, stored_names, translated
+from swapq.hf.foreign import read_names, stored_names, translated
+from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage
 
-__all__ = ["fill", "fill_foreign", "headers_of"]
+__all__ = ["fill", "headers_of"]
 
 
 def headers_of(files: Sequence[str]) -> dict[str, tuple[str, TensorHeader]]:
@@ -42,22 +43,47 @@ def headers_of(files: Sequence[str]) -> dict[str, tuple[str, TensorHeader]]:
     return found
 
 
-def fill_foreign(
-    model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]], config: ForeignConfig
-) -> None:
-    """:func:`fill` from a folder of another layout.
+def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]], layout: str = "swapq") -> None:
+    """Copy codes and scales into the modules that ``allocate`` prepared, from a folder of any layout.
 
     Raises:
-        CheckpointError: as :func:`fill`.
+        CheckpointError: a missing tensor, one too many, another dtype or shape, a scale that no quantizer writes, or gate and up scales
+            that differ.
+        UnsupportedError: a module that ``device_map`` has put on disk.
     """
     modules = list(swapped_modules(model))
-    _check_rest(model, headers, {name for module in modules for name in stored_names(module, config.layout)})
+    weights = [(module, weight) for module in modules for weight in module.hub_weights()]
+    missing = [
+        name
+        for module, weight in weights
+        for name in read_names(weight, module.spec.weights, layout)
+        if _where(name, model, headers) is None
+    ]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} quantized tensors that its config lists: {_some(missing)}"
+        )
+    _check_rest(model, headers, {name for module in modules for name in stored_names(module, layout)})
     _check_devices([(name, dest) for module in modules for name, dest in module_tensors(module)])
+    filled: dict[tuple[int, int], str] = {}
+    with _reading(model, headers) as read:
+        for module in track(modules, description="Loading codes", transient=True, disable=len(weights) < 10_000):
+            dests = dict(module_tensors(module))
+            for weight in module.hub_weights():
+                for name, source in translated(weight, module.spec.weights, layout, read).items():
+                    _put(name, _as_stored(source, name, dests[name]), dests[name], filled)
+    for module in modules:
+        _check_partner(module)
+
+
+@contextmanager
+def _reading(
+    model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]
+) -> Iterator[Callable[[str], Tensor]]:
+    """A function from checkpoint names to tensors."""
     with ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted({f for f, _ in headers.values()})
-        }
+        files = sorted({file for file, _ in headers.values()})
+        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
 
         def read(name: str) -> Tensor:
             found = _where(name, model, headers)
@@ -65,53 +91,33 @@ def fill_foreign(
                 raise CheckpointError(f"{name}: missing; the checkpoint is incomplete")
             return opened[found[0]].get_tensor(found[1].name)
 
-        filled: dict[tuple[int, int], str] = {}
-        for module in modules:
-            dests = dict(module_tensors(module))
-            for weight in module.hub_weights():
-                for name, source in translated(weight, module.spec.weights, config.layout, read).items():
-                    _put(name, _as_stored(source, name, dests[name]), dests[name], filled)
+        yield read
 
 
 def _put(name: str, source: Tensor, dest: Tensor, filled: dict[tuple[int, int], str]) -> None:
     slot = (dest.data_ptr(), dest.numel())
     if slot in filled and not torch.equal(dest.cpu(), source):
-        raise CheckpointError(
-            f"{name} differs from {filled[slot]}: gate and up of one expert share one FP32 scale; convert it again from its BF16 source"
-        )
+        raise _unequal(name, filled[slot])
     filled[slot] = name
     dest.copy_(source)
 
 
-def fill(model: PreTrainedModel, headers: Mapping[str, tuple[str, TensorHeader]]) -> None:
-    """Copy codes and scales into the modules that ``allocate`` prepared.
+def _check_partner(module: QuantizedStorage) -> None:
+    """Gate and up that are linears of their own hold a scale each, which must be equal."""
+    if not isinstance(module, SwapqLinear) or not module.partner:
+        return
+    ours, theirs = (
+        {name: t for name, t in module_tensors(m) if t.dtype == torch.float32} for m in (module, *module.partner)
+    )
+    for (name, mine), (other, its) in zip(ours.items(), theirs.items(), strict=True):
+        if not torch.equal(mine.cpu(), its.cpu()):
+            raise _unequal(name, other)
 
-    Raises:
-        CheckpointError: a missing tensor, one too many, another dtype or shape, a scale that no quantizer writes, or gate and up scales
-            that differ.
-        UnsupportedError: a module that ``device_map`` has put on disk.
-    """
-    modules: list[nn.Module] = list(swapped_modules(model))
-    wanted = [(name, dest) for module in modules for name, dest in module_tensors(module)]  # type: ignore[arg-type]
-    missing = [name for name, _ in wanted if _where(name, model, headers) is None]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} quantized tensors that its config lists: {_some(missing)}"
-        )
-    _check_rest(model, headers, {name for name, _ in wanted})
-    _check_devices(wanted)
-    filled: dict[tuple[int, int], str] = {}
-    with ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted({f for f, _ in headers.values()})
-        }
-        for name, dest in track(wanted, description="Loading codes", transient=True, disable=len(wanted) < 20_000):
-            found = _where(name, model, headers)
-            if found is None:
-                raise CheckpointError(f"{name}: missing")
-            file, header = found
-            _put(name, _as_stored(opened[file].get_tensor(header.name), name, dest), dest, filled)
+
+def _unequal(name: str, other: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} differs from {other}: gate and up of one expert share one FP32 scale; convert it again from its BF16 source"
+    )
 
 
 def _check_devices(wanted: Sequence[tuple[str, Tensor]]) -> None:
@@ -183,10 +189,10 @@ def _as_stored(source: Tensor, name: str, dest: Tensor) -> Tensor:
         raise CheckpointError(
             f"{name}: holds a block scale below zero or NaN, which no quantizer writes; the file is damaged"
         )
-    if source.dtype == torch.float32 and not (torch.isfinite(source) & (source > 0)).all():
-        raise CheckpointError(
-            f"{name}: the FP32 scale is {source.flatten()[0].item()}; a scale is finite and above zero"
-        )
+    if source.dtype in (torch.float32, torch.bfloat16) and not (torch.isfinite(source) & (source > 0)).all():
+        bad = source[~(torch.isfinite(source) & (source > 0))][0].item()
+        kind = "FP32" if source.dtype == torch.float32 else "BF16"
+        raise CheckpointError(f"{name}: the {kind} scale is {bad}; a scale is finite and above zero")
     return source
 
 

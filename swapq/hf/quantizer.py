@@ -15,7 +15,7 @@ from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
 from swapq.hf.config import SwapqConfig
 from swapq.hf.foreign import ForeignConfig, recipe_for
-from swapq.hf.loading import fill, fill_foreign, headers_of
+from swapq.hf.loading import fill, headers_of
 from swapq.plan import plan
 from swapq.recipe import Recipe
 
@@ -64,7 +64,7 @@ class SwapqHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if isinstance(self.quantization_config, ForeignConfig):
-            fill_foreign(model, self.headers, self.quantization_config)
+            fill(model, self.headers, self.quantization_config.layout)
             self.headers = {}
             attach(model)  # from here on it is a swapq model, also when saved
             return model

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from swapq import formats
 from swapq.formats import Operand, Parts
-from swapq.kernels import dispatch
+from swapq.formats.fp8_block import BLOCK
+from swapq.kernels import dispatch, sliced
 from swapq.kernels.routing import Routing
 from swapq.nn.gate import Gate
 
@@ -46,11 +47,15 @@ def row_parts(x: Tensor, activations: str, slices: int = 1) -> Parts:
 
 
 def row_operand(parts: Parts, activations: str, slices: int = 1) -> Operand:
-    """Operand of :func:`row_parts`: values ``[M, K]``, scale None, ``[M]``, or ``[M, slices]``."""
+    """Operand of :func:`row_parts`: values ``[M, K]``, scale None, ``[M]``, ``[M, slices]``, or one per block of K (``fp8_block``)."""
     if activations == "bf16":
         return Operand(parts.codes, None)
     values, scale = formats.get(activations).operand(parts, scope=_row_scope(activations), axis=-1)
-    return Operand(values.flatten(-2) if slices > 1 else values, scale)
+    if scale is not None and scale.dim() == 0:  # tensor scope: every row has the one scale
+        scale = scale.expand(values.shape[0])
+    if slices == 1:
+        return Operand(values, scale)
+    return Operand(values.flatten(-2), scale.flatten(-2) if scale is not None and scale.dim() > 2 else scale)
 
 
 def row_values(parts: Parts, activations: str, slices: int = 1) -> Tensor:
@@ -62,23 +67,24 @@ def row_values(parts: Parts, activations: str, slices: int = 1) -> Tensor:
 
 
 def _row_scope(activations: str) -> str:
-    form = formats.get(activations)
-    return "row" if "row" in form.scopes else form.default_scope
+    return formats.get(activations).row_scope
 
 
 def routed_linear(x: Operand, w: Operand, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Contract section 3 for rows sorted by expert.
+    """Contract section 3 (section 7 where scales change along K) for rows sorted by expert.
 
     Args:
-        x: values ``[R, K]``, scale ``[R]``, ``[R, slices]`` or None.
-        w: values ``[E, N, K]``, scale ``[E]`` or None.
+        x: values ``[R, K]``, scale ``[R]``, ``[R, slices]`` or None; ``[R, ceil(K/128)]`` beside such a ``w``.
+        w: values ``[E, N, K]``, scale ``[E]`` or None; ``[E, N, ceil(K/128)]`` in ``fp8_block``.
         bias: ``[E, N]`` or None; added in float32 before the one rounding to BF16.
 
     Returns:
         BF16 ``[R, N]``.
     """
     forward = dispatch.grouped(x.values.device).grouped_forward
-    if x.scale is not None and x.scale.dim() == 2:
+    if w.scale is not None and w.scale.dim() == 3:
+        y = sliced.grouped_forward(x, w, routing, sliced.spans(x.values.shape[-1], BLOCK))
+    elif x.scale is not None and x.scale.dim() == 2:
         slices = x.scale.shape[1]
         y = torch.zeros((), device=x.values.device)
         for xs, ws, row_scale in zip(

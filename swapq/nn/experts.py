@@ -6,7 +6,7 @@ the expert block that the rollout engine calls.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,21 @@ from swapq.qtensor import QTensor
 __all__ = ["SwapqExperts"]
 
 
+_SCOPES = {"nvfp4": "one scale per token", "nvfp4_tile": "one scale for all tokens", "bf16": "as they are"}
+
+
 class SwapqExperts(QuantizedStorage):
     """What ``swapq.convert`` makes of an experts module; made in place, never constructed.
 
     Attributes:
         swapq_layout: names, shapes and order of the fused parameters.
         spec: formats and backward mode of both linears.
+        plain: the class that the module had. Training in BF16 beside a quantized rollout runs its forward.
         expert_tp: slices of the inner length with row scales of their own.
     """
 
     swapq_layout: ExpertsLayout
+    plain: type[nn.Module]
     expert_tp: int
     family_gate: Callable[[nn.Module, Tensor], Tensor] | None
 
@@ -52,12 +57,23 @@ class SwapqExperts(QuantizedStorage):
             raise UnsupportedError(
                 f"{layout.prefix}: gate and up are interleaved, but {type(module).__name__} has no gate of its own"
             )
+        plain = type(module)
         module.__class__ = cls
         self = cast(SwapqExperts, module)
+        self.plain = plain
         self.swapq_layout, self.family_gate, self.trainable = layout, family_gate, True
         self.spec, self.expert_tp = replace(spec, transposed=layout.transposed), expert_tp
         self._init_storage()
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a method that the plain forward calls
+            method = getattr(self.__dict__.get("plain"), name, None)
+            if method is None:
+                raise
+            return method.__get__(self, type(self))
 
     @property
     def up_name(self) -> str:
@@ -82,10 +98,16 @@ class SwapqExperts(QuantizedStorage):
     def _weight(self, name: str) -> QTensor:
         if not self.trainable:
             return self._stored(name)
-        return self._frozen_or(
-            name,
-            lambda: quantize_weight(whole(getattr(self, name)), self.spec.weights, transposed=self.spec.transposed),
-        )
+        return self._frozen_or(name, lambda: self._quantize(name))
+
+    def _quantize(self, name: str) -> QTensor:
+        master, spec = whole(getattr(self, name)), self.spec
+        return quantize_weight(master, spec.weights, transposed=spec.transposed, stacked=self._stacked(name))
+
+    def _stacked(self, name: str) -> int:
+        """Matrices above each other in one expert's rows: gate and up, except where a family interleaves them."""
+        layout = self.swapq_layout
+        return 2 if name == self.up_name and layout.gated and not layout.interleaved else 1
 
     def freeze(self) -> None:
         """Replace the masters by codes and scales (``trainable=False``)."""
@@ -96,7 +118,7 @@ class SwapqExperts(QuantizedStorage):
 
     def allocate(self) -> None:
         for name in self.weight_names():
-            self._allocate(name, self.spec.weights, transposed=self.spec.transposed)
+            self._allocate(name, self.spec.weights, transposed=self.spec.transposed, stacked=self._stacked(name))
         self.trainable = False
         self.requires_grad_(False)
 
@@ -117,6 +139,8 @@ class SwapqExperts(QuantizedStorage):
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[T, H]``, integer ``[T, k]``, ``[T, k]`` -> ``[T, H]`` in the dtype of ``hidden_states``."""
+        if self.trains_in_bf16:
+            return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
         with torch.autocast(hidden_states.device.type, enabled=False):
             out = expert_block(
                 hidden_states,
@@ -131,7 +155,7 @@ class SwapqExperts(QuantizedStorage):
 
     def extra_repr(self) -> str:
         layout, state = self.swapq_layout, f"backward={self.spec.backward}" if self.trainable else "codes only"
-        scope = "one scale per token" if self.spec.activations == "nvfp4" else "blocks"
+        scope = _SCOPES.get(self.spec.activations, "blocks")
         return (
             f"experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}, {self.spec.weights}, "
             f"activations={self.spec.activations} ({scope}), {state}"

@@ -4,11 +4,12 @@
 
 | mode             | dgrad                               | wgrad                           | saved                      |
 |------------------|-------------------------------------|---------------------------------|----------------------------|
-| low_precision    | dy by rows x w by columns, both FP8 | dy and x by columns, both FP8   | column codes of x; w       |
+| low_precision    | dy and w quantized                  | dy and x quantized by columns   | column codes of x; w       |
 | high_precision   | dy and w in BF16                    | dy and x in BF16                | x and w                    |
 | dequantized      | dy and bf16(w_hat)                  | dy and bf16(x_hat)              | codes and scales of x and w |
 
-The weight gradient passes straight through the rounding and lands on the master in the master's dtype.
+``low_precision`` is in ``swapq.nn.low_precision``, format by format. Weights beside BF16 rows (INT4) have x_hat = x, so ``dequantized`` is
+their straight-through estimator. The weight gradient passes straight through the rounding and lands on the master in the master's dtype.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from swapq.formats import Parts
 from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import gathered, routed_linear, row_operand, row_parts, row_values
+from swapq.nn.low_precision import gradients_of
 from swapq.qtensor import QTensor, quantize
 
 __all__ = ["LinearSpec", "TrainableExpertLinear", "quantize_weight"]
@@ -36,7 +38,7 @@ class LinearSpec:
     Attributes:
         weights: format of the weight.
         activations: format of the rows, or ``"bf16"``.
-        backward: ``"low_precision"``, ``"high_precision"`` or ``"dequantized"``.
+        backward: ``"low_precision"``, ``"high_precision"`` or ``"dequantized"``; ``"bf16"`` where training does not quantize.
         transposed: the master is stored ``[E, K, N]`` (gpt-oss).
         slices: slices of K with row scales of their own (``expert_tp``).
     """
@@ -48,14 +50,18 @@ class LinearSpec:
     slices: int = 1
 
 
-def quantize_weight(master: Tensor, fmt: str, *, transposed: bool = False, amax: Tensor | None = None) -> QTensor:
+def quantize_weight(
+    master: Tensor, fmt: str, *, transposed: bool = False, amax: Tensor | None = None, stacked: int = 1
+) -> QTensor:
     """A master's QTensor: BF16 first, whatever its dtype (contract section 0), then blocks along the contraction axis.
 
     Args:
         master: ``[E, N, K]`` or ``[N, K]``; ``[E, K, N]`` if ``transposed``. One FP32 scale per expert, so fused gate and up share it.
+        stacked: matrices above each other in N (gate and up: 2), over whose border no tile reaches.
     """
     w = master.detach().to(torch.bfloat16)
-    return quantize(w.transpose(-1, -2) if transposed else w, fmt, amax=amax)
+    w = w.transpose(-1, -2) if transposed else w
+    return quantize(w, fmt, scope=formats.get(fmt).scope_of_stack(w.shape[-2], stacked), amax=amax)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +108,7 @@ class _RoutedLinear(torch.autograd.Function):
                 dx = routing.scatter(dx).float().sum(1).to(torch.bfloat16)
         if ctx.needs_input_grad[1]:
             if spec.backward == "low_precision":
-                padded, dy_rows = routing.pad_rows(dy, formats.get(spec.weights).block)
-                dy_columns = quantize(dy_rows, spec.weights, axis=-2).operand().values
-                codes, scales = saved[1:]
-                x_columns = formats.get(spec.weights).operand(Parts(codes, scales), scope="block", axis=-2).values
-                dw = grouped.grouped_weight_grad(dy_columns, x_columns, padded, ctx.master_dtype)
+                dw = gradients_of(spec.weights).weight_grad(saved, dy, routing, ctx.master_dtype)
             else:
                 dw = grouped.grouped_weight_grad(dy, _saved_rows(ctx, saved), routing, ctx.master_dtype)
             if spec.transposed:
@@ -121,15 +123,14 @@ class _RoutedLinear(torch.autograd.Function):
 
 def _save(ctx: Any, x: Tensor, rows: Parts, master: Tensor, w: QTensor) -> None:
     spec: LinearSpec = ctx.spec
+    ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
     if spec.backward == "high_precision":
         ctx.save_for_backward(master, x)
     elif spec.backward == "dequantized":
-        ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
         ctx.save_for_backward(w.codes, w.scales, w.global_scale, *rows)
     else:
-        _, padded = ctx.routing.pad_rows(ctx.routing.gather(x) if ctx.gather else x, formats.get(spec.weights).block)
-        columns = quantize(padded, spec.weights, axis=-2)
-        ctx.save_for_backward(master, columns.codes, columns.scales)
+        x = ctx.routing.gather(x) if ctx.gather else x
+        ctx.save_for_backward(*gradients_of(spec.weights).save(x, master, w, ctx.routing))
 
 
 def _bf16_master(master: Tensor, spec: LinearSpec) -> Tensor:
@@ -145,11 +146,9 @@ def _input_grad(ctx: Any, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
         fmt, scope, axis, dtype = ctx.weight_meta
         w = QTensor(codes, scales, fmt, scope, axis, dtype, global_scale).dequantize(torch.bfloat16)
         return grouped.grouped_input_grad(dy, w, ctx.routing)
-    w = _bf16_master(saved[0], spec)
-    if spec.backward == "high_precision":
-        return grouped.grouped_input_grad(dy, w, ctx.routing)
-    columns = quantize(w, spec.weights, axis=-2).operand().values
-    return grouped.grouped_input_grad(quantize(dy, spec.weights).operand().values, columns, ctx.routing)
+    if spec.backward == "low_precision":
+        return gradients_of(spec.weights).input_grad(saved, dy, ctx.routing, spec, ctx.weight_meta[1])
+    return grouped.grouped_input_grad(dy, _bf16_master(saved[0], spec), ctx.routing)
 
 
 def _saved_rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: 
     """``x [..., K]`` through a quantized weight ``[N, K]``: the forward that trainer and engine share. BF16 ``[..., N]``."""
     values, scale = weight.operand()
     stack = FrozenExpertLinear(
-        values[None], None if scale is None else scale.reshape(1), activations, None if bias is None else bias[None]
+        values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]
     )
     return _through(stack, x)
 
@@ -106,6 +106,8 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K] -> [..., N]``; computed in BF16 operands, returned in the dtype of ``x``, or autocast's as from any linear."""
+        if self.trains_in_bf16:
+            return nn.Linear.forward(self, x)
         with torch.autocast(x.device.type, enabled=False):
             y = self._forward(x)
         device = x.device.type

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from swapq import formats
 from swapq.errors import CheckpointError
-from swapq.formats import Format
+from swapq.formats import Format, Parts
 from swapq.nn.functional import LinearSpec
 from swapq.qtensor import QTensor
 
@@ -56,6 +56,11 @@ class QuantizedStorage(nn.Module):
     def _init_storage(self) -> None:
         self.stored, self.frozen = {}, None
 
+    @property
+    def trains_in_bf16(self) -> bool:
+        """Whether a forward leaves the masters as they are: the format is the rollout's alone."""
+        return self.trainable and self.spec.backward == "bf16"
+
     def weight_names(self) -> tuple[str, ...]:
         """Names of the weights that this module quantizes, as its parameters spell them."""
         raise NotImplementedError
@@ -81,30 +86,37 @@ class QuantizedStorage(nn.Module):
         self.stored[weight] = (q.format, q.scope, q.source_dtype)
         self._parameters.pop(weight)
         names = part_names(weight)
-        for part, tensor in q.named_parts().items():
+        for part, tensor in q.stored_parts().items():
             raw = tensor if tensor.dtype == torch.float32 else tensor.contiguous().view(torch.uint8)
             self.register_parameter(names[part], nn.Parameter(raw.contiguous(), requires_grad=False))
 
-    def _allocate(self, weight: str, fmt: str, *, transposed: bool = False) -> None:
+    def _allocate(self, weight: str, fmt: str, *, transposed: bool = False, stacked: int = 1) -> None:
         form, master = formats.get(fmt), getattr(self, weight)
         shape = (*master.shape[:-2], *master.shape[:-3:-1]) if transposed else tuple(master.shape)
-        shapes = form.part_shapes(shape, scope=form.default_scope)
+        scope = form.scope_of_stack(shape[-2], stacked)
+        shapes = form.part_shapes(shape, scope=scope)
         parts = {
             part: torch.empty(shapes[part], dtype=dtype, device=master.device) for part, dtype in form.dtypes.items()
         }
-        q = QTensor(
-            parts["codes"], parts["scales"], fmt, form.default_scope, -1, torch.bfloat16, parts.get("global_scale")
-        )
-        self._store(weight, q)
+        loaded = form.loaded(Parts(parts["codes"], parts["scales"], parts.get("global_scale")))
+        self._store(weight, QTensor(*loaded[:2], fmt, scope, -1, torch.bfloat16, loaded.global_scale))
+
+    def stored_parts(self, weight: str) -> dict[str, Tensor]:
+        """Parts of a weight as they lie in files and on the wire; of a module that holds codes, views of what it holds."""
+        if weight not in self.stored:
+            return self.quantized()[weight].stored_parts()
+        form, names = formats.get(self.stored[weight][0]), part_names(weight)
+        return {part: self._viewed(names[part], dtype) for part, dtype in form.dtypes.items()}
+
+    def _viewed(self, name: str, dtype: torch.dtype) -> Tensor:
+        raw: Tensor = getattr(self, name)
+        return raw.data if raw.dtype == dtype else raw.data.view(dtype)
 
     def _stored(self, weight: str) -> QTensor:
         fmt, scope, dtype = self.stored[weight]
-        form, names = formats.get(fmt), part_names(weight)
-        parts: dict[str, Tensor] = {}
-        for part, stored_as in form.dtypes.items():
-            raw = getattr(self, names[part])
-            parts[part] = raw.data if raw.dtype == stored_as else raw.data.view(stored_as)
-        return QTensor(parts["codes"], parts["scales"], fmt, scope, -1, dtype, parts.get("global_scale"))
+        parts = self.stored_parts(weight)
+        held = formats.get(fmt).loaded(Parts(parts["codes"], parts["scales"], parts.get("global_scale")))
+        return QTensor(held.codes, held.scales, fmt, scope, -1, dtype, held.global_scale)
 
     def _frozen_or(self, weight: str, make: Callable[[], QTensor]) -> QTensor:
         if self.frozen is None:

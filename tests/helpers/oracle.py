@@ -75,8 +75,49 @@ def nvfp4_matrix(x: np.ndarray) -> np.ndarray:
     return nvfp4(x, np.abs(x).max())
 
 
-ROWS = {"mxfp8": mxfp8, "nvfp4": nvfp4_rows}
-WEIGHTS = {"mxfp8": mxfp8, "nvfp4": nvfp4_matrix}
+def fp8(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """FP8 with one scale per ``rows x columns``, partial blocks at the edges."""
+    out = np.empty(x.shape)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = x[i : i + rows, j : j + columns].astype(F)
+            s = F(np.maximum(np.abs(block).max(), F(1e-10))) / F(448)
+            codes = nearest_even(np.clip(block * (F(1) / s), F(-448), F(448)), E4M3)
+            out[i : i + rows, j : j + columns] = codes * np.float64(s)
+    return out
+
+
+def int4(x: np.ndarray, group: int = 32) -> np.ndarray:
+    """INT4 in groups along K: the BF16 product of code and scale."""
+    blocks = x.astype(F).reshape(*x.shape[:-1], -1, group)
+    s = bf16(np.maximum(np.abs(blocks).max(-1, keepdims=True) * np.array(0x3E124925, np.uint32).view(F), F(1e-5)))
+    codes = np.clip(np.rint(blocks / s), -7, 7).astype(F)
+    return bf16(codes * s).reshape(x.shape)
+
+
+def fp8_rows(x: np.ndarray) -> np.ndarray:
+    return fp8(x, 1, 128)
+
+
+def fp8_matrix(x: np.ndarray) -> np.ndarray:
+    return fp8(x, 128, 128)
+
+
+def fp8_columns(x: np.ndarray) -> np.ndarray:
+    return fp8(x, 128, 1)
+
+
+def as_it_is(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+ROWS = {"mxfp8": mxfp8, "nvfp4": nvfp4_rows, "fp8_block": fp8_rows, "int4_g32": as_it_is}
+WEIGHTS = {"mxfp8": mxfp8, "nvfp4": nvfp4_matrix, "fp8_block": fp8_matrix, "int4_g32": int4}
+#: dy by rows, w for dgrad, dy and x by columns, of backward ``low_precision``
+LOW = {
+    "mxfp8": (mxfp8, mxfp8_columns, mxfp8_columns),
+    "fp8_block": (fp8_rows, fp8_matrix, fp8_columns),
+}
 
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, fmt: str, mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -85,7 +126,8 @@ def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, fmt: str, mode: str) ->
     x_hat, w_hat = ROWS[fmt](x), WEIGHTS[fmt](w)
     y = x_hat @ w_hat.T
     if mode == "low_precision":
-        return y, mxfp8(dy) @ mxfp8_columns(w), mxfp8_columns(dy).T @ mxfp8_columns(x)
+        by_row, weight, by_column = LOW[fmt]
+        return y, by_row(dy) @ weight(w), by_column(dy).T @ by_column(x)
     if mode == "dequantized":
         return y, dy @ bf16(w_hat).astype(np.float64), dy.T @ bf16(x_hat).astype(np.float64)
     return y, dy @ w, dy.T @ x

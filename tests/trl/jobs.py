@@ -1,5 +1,6 @@
 """What runs in a process of its own: trainers with a real engine. Each job returns plain facts for a test to judge."""
 
+import copy
 import itertools
 import json
 import sys
@@ -11,6 +12,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
+
+from tests.helpers.recipes import tiny as tiny_recipe  # noqa: E402  the path comes first
 
 PROMPTS = [[4, 5, 13, 6, 17], [3, 13, 3, 17], [12, 13, 5, 17], [4, 9, 13, 4, 9, 17]]
 
@@ -45,7 +48,7 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
 
     import swapq_trl
 
-    own = ("peft_config", "eval_dataset", "approximate_lora", "engine_options")
+    own = ("peft_config", "eval_dataset", "approximate_lora", "engine_options", "reference_model")
     keywords = {name: options.pop(name) for name in own if name in options}
     settings: dict[str, Any] = {
         "output_dir": "/tmp/swapq-test-trainer",
@@ -96,10 +99,11 @@ def engine_addresses(llm: Any) -> dict[str, int]:
 def served(llm: Any) -> dict[str, str]:
     """Digests of what the engine holds, BF16 where it was started from FP32 masters."""
     from swapq.digest import tensor_digest
+    from swapq.formats import is_scale
     from swapq_vllm.receiver import served_tensors
 
     def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        widened = tensor.dtype == torch.float32 and not name.endswith("_scale_2")
+        widened = tensor.dtype == torch.float32 and not is_scale(name)
         return tensor.to(torch.bfloat16) if widened else tensor
 
     return {name: tensor_digest(held(name, tensor)) for name, tensor in served_tensors(llm)}
@@ -107,8 +111,6 @@ def served(llm: Any) -> dict[str, str]:
 
 def own_digests(model: Any) -> dict[str, str]:
     """Digests of the model's own tensors in BF16, computed without the sending code."""
-    import copy
-
     from swapq.checkpoint.tensors import checkpoint_tensors
     from swapq.digest import tensor_digest
 
@@ -130,7 +132,7 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
     overrides: dict[str, Any] = {} if backward is None else {"backward": backward}
     if recipe == "nvfp4-rl":
         overrides["last_layers_bf16"] = 0
-    swapq.convert(model, recipe, **overrides)
+    swapq.convert(model, tiny_recipe(recipe), **overrides)
     built = trainer(model, **options)
     llm = built.vllm_generation.llm
     start = served(llm)
@@ -292,8 +294,10 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
     if settings.get("beta"):  # TRL loads the reference from the folder the model came from
         model.save_pretrained(settings["output_dir"])
         model = type(model).from_pretrained(settings["output_dir"])
+    if settings.pop("watch_reference", False):
+        settings["reference_model"] = copy.deepcopy(model).to(torch.bfloat16)
     if recipe:
-        swapq.convert(model, recipe, **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
+        swapq.convert(model, tiny_recipe(recipe), **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
     if settings.pop("evaluate", False):
         settings |= {"eval_dataset": prompts(8, 1), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     built = trainer(model, kind, **settings)
@@ -310,6 +314,14 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
     return {"history": logged(built), "syncs": list(syncs), "sync": outcome(built.sync_weights)}
 
 
+def refused(recipe: str) -> dict[str, Any]:
+    """What building a trainer with an engine raises."""
+    import swapq
+
+    model = swapq.convert(tiny(), tiny_recipe(recipe))
+    return outcome(lambda: trainer(model))
+
+
 def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[str, Any]:
     """LoRA on a converted model: what is served is the merged model, and masters are as they were."""
     import peft
@@ -322,6 +334,7 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
     built = trainer(model, peft_config=config, approximate_lora=approximate)
     base = built.model.get_base_model()
     masters = {name: p.detach().clone() for name, p in base.named_parameters() if "lora_" not in name}
+    warnings = warned("swapq_trl.generation")
     built.train()
     report = built.sync_weights()
     unchanged = all(torch.equal(p, masters[name]) for name, p in base.named_parameters() if name in masters)
@@ -334,7 +347,21 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
         "verified": report.verified,
         "tensors": report.tensors,
         "codes_changed": report.lora_codes_changed,
+        "warnings": warnings,
     }
+
+
+def warned(logger: str) -> list[str]:
+    """A list that fills with what ``logger`` warns about."""
+    import logging
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    messages: list[str] = []
+    logging.getLogger(logger).addHandler(Listener(logging.WARNING))
+    return messages
 
 
 def main() -> None:

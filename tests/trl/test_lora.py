@@ -44,6 +44,8 @@ def test_lora_on_a_quantized_linear_can_be_allowed_and_says_what_is_lost(job: Jo
     assert result["masters_unchanged"]
     assert 0 < result["codes_changed"] < 1
     assert result["history"][0]["swapq/lora_codes_changed"] == 0  # an adapter starts as zero
+    said = f"the adapters change {100 * result['codes_changed']:.2f} % of the codes"
+    assert any(said in warning for warning in result["warnings"])
 
 
 def test_lora_on_a_quantized_linear_is_refused_with_the_ways_out() -> None:

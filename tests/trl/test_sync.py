@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
+import swapq
+from swapq.diagnostics import running
+from swapq.errors import SyncError
 from tests.trl.conftest import Job
+from tests.trl.jobs import tiny
 
 # On a random model with large experts rounding flips many 4-bit codes; a stale or wrong engine is at 0.3 and more.
-ROUNDING = {"bf16": 0.03, "mxfp8-rl": 0.05, "nvfp4-rl": 0.15}
+ROUNDING = {"bf16": 0.03, "mxfp8-rl": 0.05, "nvfp4-rl": 0.15, "fp8-block-rl": 0.05, "int4-qat": 0.03}
 
 
 @pytest.fixture(scope="module", params=ROUNDING)
@@ -71,6 +75,17 @@ def test_the_mismatch_is_logged_each_step_and_is_rounding_only(trained: dict[str
         assert 0 <= row["swapq/mismatch_k3"] < 0.03
         assert 0.9 < row["swapq/mismatch_ess"] <= 1
         assert row["swapq/mismatch_masked_fraction"] == 0
+
+
+def test_an_engine_that_quantizes_other_rows_than_the_trainer_is_refused_by_name() -> None:
+    from swapq_trl.generation import _require_same_formats
+
+    model = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0)
+    engine: dict[str, tuple[str, str]] = dict(running(model))
+    _require_same_formats(model, engine)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    with pytest.raises(SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16 rows"):
+        _require_same_formats(model, engine | {name: ("nvfp4", "bf16")})
 
 
 @pytest.mark.vllm

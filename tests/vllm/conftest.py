@@ -13,7 +13,15 @@ from tests.vllm.engine import Engine
 pytest.importorskip("vllm")
 
 #: recipe, and what it overrides: some BF16 experts beside the quantized ones
-RECIPES = {"nvfp4-rl": {"last_layers_bf16": 1}, "mxfp8-rl": {"last_layers_bf16": 1}, "bf16": {}}
+RECIPES: dict[str, dict[str, object]] = {
+    "nvfp4-rl": {"last_layers_bf16": 1},
+    "mxfp8-rl": {"last_layers_bf16": 1},
+    "fp8-block-rl": {"last_layers_bf16": 1},
+    "int4-qat": {"last_layers_bf16": 1, "weights": {"routed_experts": "int4_g32"}},
+    "bf16": {},
+}
+#: recipes that quantize linears outside the experts
+LINEARS = ("mxfp8-rl", "fp8-block-rl")
 
 
 def tiny(seed: int = 0) -> torch.nn.Module:

@@ -44,6 +44,22 @@ def methods(llm: Any) -> dict[str, str]:
     return {n: type(m.quant_method).__name__ for n, m in _model(llm).named_modules() if hasattr(m, "quant_method")}
 
 
+def running(llm: Any) -> dict[str, tuple[str, str]]:
+    from swapq_vllm.receiver import running
+
+    return running(llm)
+
+
+def running_with_bf16_rows(llm: Any, path: str) -> dict[str, tuple[str, str]]:
+    """The same while one layer leaves its rows as they are, which no digest can see."""
+    method = _model(llm).get_submodule(path).quant_method
+    honest, method.activations = method.activations, "bf16"
+    try:
+        return running(llm)
+    finally:
+        method.activations = honest
+
+
 def served(llm: Any) -> dict[str, Tensor]:
     from swapq_vllm.receiver import served_tensors
 

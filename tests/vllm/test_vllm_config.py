@@ -83,6 +83,14 @@ def test_formats_mixed_in_one_layer_are_refused() -> None:
         ours._one_format("a.gate_up_proj", list(ours._shards_of("a.gate_up_proj").values()), "some")
 
 
+def test_rows_have_the_format_of_their_weights_role() -> None:
+    ours = SwapqConfig({"name": "test", "activations": {"routed_experts": "nvfp4", "attention": "mxfp8"}}, {})
+    assert ours.activations_of(f"{PREFIX}.0.gate_proj.weight") == "nvfp4"
+    assert ours.activations_of("model.layers.0.self_attn.q_proj.weight") == "mxfp8"
+    assert ours.activations_of("model.layers.0.mlp.shared_experts.up_proj.weight") == "bf16"
+    assert config().activations_of("model.layers.0.self_attn.q_proj.weight") == "nvfp4"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

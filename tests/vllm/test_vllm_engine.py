@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import swapq
 from tests.vllm import inside
-from tests.vllm.conftest import RECIPES, Exports, tiny
+from tests.vllm.conftest import LINEARS, RECIPES, Exports, tiny
 from tests.vllm.engine import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("recipe", list(RECIPES), indirect=True, scope="session")]
@@ -24,7 +24,7 @@ def test_each_layer_runs_what_the_list_says(engine: Engine, recipe: str) -> None
     attention = [methods[f"model.layers.{i}.self_attn.qkv_proj"] for i in range(2)]
     quantized = "Bf16ExpertsMethod" if recipe == "bf16" else "SwapqExpertsMethod"
     assert experts == [quantized, "Bf16ExpertsMethod"]
-    assert attention == ["SwapqLinearMethod" if recipe == "mxfp8-rl" else "Bf16LinearMethod", "Bf16LinearMethod"]
+    assert attention == ["SwapqLinearMethod" if recipe in LINEARS else "Bf16LinearMethod", "Bf16LinearMethod"]
     assert methods["model.layers.0.mlp.gate"] == "Bf16LinearMethod"
     assert methods["lm_head"] == "Bf16EmbeddingMethod"
 
@@ -60,8 +60,8 @@ def test_its_expert_block_gives_the_trainers_bits(engine: Engine, recipe: str, t
 
 
 def test_its_linears_give_the_trainers_bits(engine: Engine, recipe: str) -> None:
-    if recipe != "mxfp8-rl":
-        pytest.skip("only mxfp8-rl quantizes linears")
+    if recipe not in LINEARS:
+        pytest.skip("the recipe quantizes experts only")
     model = swapq.convert(tiny(), recipe, **RECIPES[recipe])
     attention = model.model.layers[0].self_attn
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)

@@ -74,3 +74,15 @@ def test_a_tied_head_may_be_sent_but_not_differ(plain: tuple[Engine, Path]) -> N
     assert engine(inside.update_with_tied_head, str(folder), False) == "nothing"
     assert "model.embed_tokens.weight" in engine(inside.update_with_tied_head, str(folder), True)
     engine(inside.update, str(folder))
+
+
+def test_an_export_of_fp32_masters_serves_what_its_bf16_copy_does(tmp_path: Path) -> None:
+    model = swapq.convert(FAMILIES["qwen3_moe"](head_dim=32), "nvfp4-rl", last_layers_bf16=0)
+    swapq.export(model, tmp_path / "fp32")
+    swapq.export(model.to(torch.bfloat16), tmp_path / "bf16")
+    scores = []
+    for name in ("fp32", "bf16"):
+        engine = Engine(tmp_path / name, enforce_eager=True)
+        scores.append(engine(inside.score))
+        engine.close()
+    assert torch.equal(*scores)

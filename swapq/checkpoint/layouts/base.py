@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from swapq import formats
 from swapq.formats import Parts
+from swapq.natural import natural_key
 from swapq.plan import Plan
 
 __all__ = ["Layout", "Stored"]
@@ -52,6 +54,23 @@ class Layout(ABC):
     def quantization_config(self, plan: Plan) -> dict[str, Any]:
         """``config.json: quantization_config``."""
 
+    @abstractmethod
+    def quantized(self, described: Mapping[str, Any], scaled: Sequence[str]) -> dict[str, str]:
+        """Weight -> format of what a ``quantization_config`` of this layout covers, whoever wrote it.
+
+        Args:
+            described: the ``quantization_config``.
+            scaled: modules that have block scales in the files, which tell what a config means that lists nothing by name.
+
+        Raises:
+            CheckpointError: the config contradicts itself, or says nothing of a module that is stored quantized.
+            UnsupportedError: an algorithm that swapq does not read.
+        """
+
+    def contradictions(self, described: Mapping[str, Any], folder: Path) -> list[str]:
+        """What further files of ``folder`` say against ``described``, one sentence each."""
+        return []
+
     def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
         """Further JSON files, by name, that readers of this layout want."""
         return {}
@@ -63,7 +82,8 @@ def stem(weight: str) -> str:
 
 
 def kept_modules(plan: Plan) -> list[str]:
-    """Names of every module whose weight stays unquantized and that a reader could take for a quantized linear: exact, no patterns.
+    """Names of every module whose weight stays unquantized and that a reader could take for a quantized linear: exact, no patterns, in
+    natural order, so that a live model and its folder give one list.
 
     Routers, heads and embeddings included. Experts that stay are named as a module and one by one, since readers ask either way.
     """
@@ -82,7 +102,7 @@ def kept_modules(plan: Plan) -> list[str]:
             module = name.removesuffix(".weight")
             if module not in quantized:
                 names[module] = None
-    return list(names)
+    return sorted(names, key=natural_key)
 
 
 def part_shapes(fmt: str, matrix: tuple[int, int]) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,74 @@
+"""What ``swapq sensitivity`` does: load, measure with a progress bar, show a table, write the proposed recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from swapq.diagnostics.prompts import prompt_batches
+from swapq.diagnostics.sensitivity import Sensitivity, measure_sensitivity
+from swapq.plan import plan
+from swapq.plan_table import human_bytes
+from swapq.recipe import Recipe
+
+__all__ = ["measure", "shown", "write_recipe"]
+
+
+def measure(
+    directory: Path, recipe: str, prompts: Path | None, device: str, stderr: Console
+) -> tuple[Sensitivity, str]:
+    """Measure the checkpoint in ``directory``; also a sentence that says on what.
+
+    Raises:
+        SwapqError: a recipe or a folder that cannot be planned; before the model is loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    resolved = Recipe.resolve(recipe)
+    plan(directory, resolved.replace(first_layers_bf16=0, last_layers_bf16=0))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = loaded.to(device)
+    batches, what = prompt_batches(directory, model.config.get_text_config().vocab_size, prompts)
+    columns = TextColumn("Measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task("layers", total=None)
+        found = measure_sensitivity(
+            model,
+            resolved,
+            [ids.to(device) for ids in batches],
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    return found, what
+
+
+def shown(found: Sensitivity, what: str, keep: int | None) -> list[Table | str]:
+    """The ranked layers, and what is proposed."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("layer", "KL with it in BF16", "KL saved", "share", "larger by", "proposed"):
+        table.add_column(column, justify="left" if column in ("layer", "proposed") else "right")
+    kept = set(found.kept(keep))
+    for layer in found.layers:
+        share = f"{layer.gain / found.kl:.1%}" if found.kl > 0 else ""
+        table.add_row(
+            layer.pattern,
+            f"{layer.kl:.3e}",
+            f"{layer.gain:+.3e}",
+            share,
+            human_bytes(layer.bytes),
+            "keep in BF16" if layer in kept else "",
+        )
+    names = ", ".join(sorted((layer.pattern for layer in kept), key=lambda p: int(p.rpartition(".")[2]))) or "nothing"
+    return [
+        f"recipe {found.original.name}: KL(BF16 model || quantized) {found.kl:.3e} nats per token, {found.tokens} predictions ({what})",
+        table,
+        f"proposed: keep {names} in BF16",
+    ]
+
+
+def write_recipe(found: Sensitivity, keep: int | None, output: Path) -> None:
+    """The proposal as a recipe file, which every command and :func:`swapq.convert` take."""
+    output.write_text(json.dumps(found.proposal(keep).to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,178 @@
+"""Gradients of backward ``low_precision``: both GEMMs of backward run on quantized operands (contract sections 5, 7 and 8).
+
+| format     | dgrad                                    | wgrad                                                            |
+|------------|------------------------------------------|------------------------------------------------------------------|
+| mxfp8      | dy by rows x w by columns                | dy and x by columns                                              |
+| fp8_block  | dy by 1x128 x w's own tiles              | dy and x by 128x1                                                |
+| nvfp4_tile | dy in tensor scope, drawn, x w's tiles   | dy (drawn) and x by columns after a random Hadamard transform    |
+
+"Drawn" is stochastic rounding from torch's default generator of the device: ``torch.manual_seed`` repeats it. Column-wise operands are
+made of the high-precision tensor, never of the row-wise codes; a square tile is its own transpose, so w is quantized once.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.errors import UnsupportedError
+from swapq.formats import Operand, Parts, hadamard
+from swapq.formats.fp8_block import FP8Block
+from swapq.formats.nvfp4 import NVFP4
+from swapq.kernels import dispatch, reference, sliced
+from swapq.kernels.routing import Routing
+from swapq.qtensor import QTensor, quantize
+
+if TYPE_CHECKING:
+    from swapq.nn.functional import LinearSpec
+
+__all__ = ["Gradients", "gradients_of"]
+
+
+class Gradients(Protocol):
+    """Backward of one format's linear. ``saved`` is what :meth:`save` returned."""
+
+    def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
+        """What backward needs of BF16 rows ``x [R, K]`` in routed order, the master, and the weight of forward ``[E, N, K]``."""
+        ...
+
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
+        """BF16 ``[R, K]`` from BF16 ``dy [R, N]``; ``scope`` is that of the weight of forward."""
+        ...
+
+    def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        """``[E, N, K]`` in ``dtype``; an expert without rows gets exact zeros."""
+        ...
+
+
+class _MXFP8:
+    form = formats.get("mxfp8")
+
+    def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
+        _, padded = routing.pad_rows(x, self.form.block)
+        columns = quantize(padded, "mxfp8", axis=-2)
+        return master, columns.codes, columns.scales
+
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
+        w = saved[0].to(torch.bfloat16)
+        columns = quantize(w.transpose(-1, -2) if spec.transposed else w, "mxfp8", axis=-2).operand().values
+        rows = quantize(dy, "mxfp8").operand().values
+        return dispatch.grouped(dy.device).grouped_input_grad(rows, columns, routing)
+
+    def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        padded, dy_rows = routing.pad_rows(dy, self.form.block)
+        dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
+        x_columns = self.form.operand(Parts(saved[1], saved[2]), scope="block", axis=-2).values
+        return dispatch.grouped(dy.device).grouped_weight_grad(dy_columns, x_columns, padded, dtype)
+
+
+class _FP8Block:
+    form = FP8Block()
+
+    def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
+        _, padded = routing.pad_rows(x, self.form.block)
+        columns = quantize(padded, "fp8_block", scope="row", axis=-2)
+        return w.codes, w.scales, columns.codes, columns.scales
+
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
+        codes, scales = saved[:2]
+        sections = 2 if scope == "halves" else 1
+        parts = self.form.quantize(dy.unflatten(-1, (sections, -1)), scope="row")
+        rows = Operand(parts.codes.to(torch.bfloat16).flatten(-2), parts.scales.flatten(-2))
+        across = self.form.row_scales(scales.transpose(-1, -2), codes.shape[-1])  # a scale per column of w
+        w = Operand(codes.to(torch.bfloat16).transpose(-1, -2), across)
+        slices = sliced.spans(codes.shape[-2], self.form.block, sections)
+        return sliced.grouped_forward(rows, w, routing, slices).to(torch.bfloat16)
+
+    def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        padded, dy_rows = routing.pad_rows(dy, self.form.block)
+        dy_columns = quantize(dy_rows, "fp8_block", scope="row", axis=-2).operand()
+        x_columns = self.form.operand(Parts(saved[2], saved[3]), scope="row", axis=-2)
+        out = dy.new_zeros(routing.num_experts, dy.shape[1], x_columns.values.shape[0], dtype=dtype)
+        for expert, rows in padded.groups():
+            a, b = (_columns(operand, rows, self.form.block) for operand in (dy_columns, x_columns))
+            out[expert] = sliced.product(a, b, sliced.spans(a.values.shape[-1], self.form.block)).to(dtype)
+        return out
+
+
+def _columns(operand: Operand, rows: slice, block: int) -> Operand:
+    """One expert's rows of a column-wise operand: values ``[N, rows]``, scale ``[N, blocks]``."""
+    if operand.scale is None:
+        raise TypeError("a column-wise operand carries a scale per block")
+    return Operand(operand.values[:, rows], operand.scale[:, rows.start // block : rows.stop // block])
+
+
+class _NVFP4Tile:
+    form = NVFP4(tile=True)
+
+    def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
+        if w.global_scale is None:
+            raise TypeError("nvfp4 parts carry a global scale")
+        groups = [self.form.quantize(t, scope="tensor") for t in _transformed(x, routing)]
+        if not groups:
+            return w.codes, w.scales, w.global_scale, *(x.new_empty(x.shape[1], 0) for _ in range(2)), x.new_empty(0)
+        codes = torch.cat([g.codes for g in groups], -1)
+        bits = torch.cat([g.scales.view(torch.uint8) for g in groups], -1)
+        return w.codes, w.scales, w.global_scale, codes, bits, torch.stack([_scale(g) for g in groups])
+
+    def input_grad(
+        self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
+    ) -> Tensor:
+        w = self.form.operand(Parts(*saved[:3]), scope="tile")
+        drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, device=dy.device))
+        rows, scale = self.form.operand(drawn, scope="tensor").values, _scale(drawn)
+        out = torch.empty(dy.shape[0], w.values.shape[-1], dtype=torch.bfloat16, device=dy.device)
+        for expert, here in routing.groups():
+            acc = reference.product(rows[here], w.values[expert].t())
+            out[here] = (acc * (scale * saved[2][expert])).to(torch.bfloat16)
+        return out
+
+    def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        codes, bits, decode = saved[3:]
+        out = dy.new_zeros(routing.num_experts, dy.shape[1], codes.shape[0], dtype=dtype)
+        experts = [expert for expert, _ in routing.groups()]
+        start = 0
+        for i, t in enumerate(_transformed(dy, routing)):
+            end = start + t.shape[-1]
+            part = Parts(
+                codes[:, start // 2 : end // 2], bits.view(torch.float8_e4m3fn)[:, start // 16 : end // 16], decode[i]
+            )
+            drawn = self.form.quantize(t, scope="tensor", draws=torch.rand(t.shape, device=t.device))
+            a, b = (self.form.operand(p, scope="tensor").values for p in (drawn, part))
+            out[experts[i]] = (reference.product(a, b) * (_scale(drawn) * decode[i])).to(dtype)
+            start = end
+        return out
+
+
+def _transformed(rows: Tensor, routing: Routing) -> list[Tensor]:
+    """Hadamard transform ``[N, rows]`` of each expert's rows, zero-padded to a multiple of 16."""
+    padded, wide = routing.pad_rows(rows, hadamard.SIZE)
+    return [hadamard.transform(wide[here]) for _, here in padded.groups()]
+
+
+def _scale(parts: Parts) -> Tensor:
+    if parts.global_scale is None:
+        raise TypeError("nvfp4 parts carry a global scale")
+    return parts.global_scale
+
+
+_GRADIENTS: dict[str, Gradients] = {"mxfp8": _MXFP8(), "fp8_block": _FP8Block(), "nvfp4_tile": _NVFP4Tile()}
+
+
+def gradients_of(fmt: str) -> Gradients:
+    """The low-precision gradients of a format.
+
+    Raises:
+        UnsupportedError: a format that has none; recipes refuse it before.
+    """
+    if fmt not in _GRADIENTS:
+        raise UnsupportedError(f"format {fmt!r} has no low-precision gradients; choose one of {', '.join(_GRADIENTS)}")
+    return _GRADIENTS[fmt]
