@@ -52,7 +52,9 @@ def check_adapters(model: Any, *, approximate: bool = False, sharded: bool = Fal
         if not isinstance(module, BaseTunerLayer):
             continue
         if not isinstance(module, LoraLayer):
-            raise UnsupportedError(f"{name}: {type(module).__name__} adapters cannot be merged for the engine; use LoRA")
+            raise UnsupportedError(
+                f"{name}: {type(module).__name__} adapters cannot be merged for the engine; use LoRA"
+            )
         base = module.get_base_layer()
         if isinstance(module, ParamWrapper):
             if isinstance(base, QuantizedStorage):

@@ -153,7 +153,10 @@ class VLLMGeneration(_VLLMGeneration):
     def _build_engine(self, source: str) -> Any:
         from vllm import LLM
 
-        options = {"max_num_batched_tokens": 4096, **self.engine_options}  # TRL's value; vLLM's own misleads its profiler
+        options = {
+            "max_num_batched_tokens": 4096,
+            **self.engine_options,
+        }  # TRL's value; vLLM's own misleads its profiler
         return LLM(
             model=source,
             # a converted model computes in BF16 whatever the dtype of its masters

@@ -74,9 +74,7 @@ def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors
 
 def _fresh(name: str, tensor: torch.Tensor, dtype: torch.dtype, kept: tuple[str, ...]) -> torch.Tensor:
     """A copy that shares no storage with the model; float32 weights in the engine's dtype, except those kept in float32."""
-    lower = (
-        tensor.dtype == torch.float32 and not is_scale(name) and not any(part in name for part in kept)
-    )
+    lower = tensor.dtype == torch.float32 and not is_scale(name) and not any(part in name for part in kept)
     return tensor.detach().to(dtype if lower else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -48,7 +48,10 @@ class _SwapqTrainer(_Base):
         self._first_logps: list[torch.Tensor] | None = None
         self._spikes = SpikeMeter()
         self._reference = reference_model
-        self._engine_arguments: dict[str, Any] = {"approximate_lora": approximate_lora, "engine_options": engine_options}
+        self._engine_arguments: dict[str, Any] = {
+            "approximate_lora": approximate_lora,
+            "engine_options": engine_options,
+        }
         if config is None or not config.use_vllm:
             super().__init__(*args, **kwargs)
             self._match_policies()
@@ -289,9 +292,7 @@ class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
         self._first_logps = []
         try:
             loss = super()._compute_loss(model, inputs)
-            self._log_mismatch(
-                "train" if model.training else "eval", self._first_logps[0], rollout_logps, inputs
-            )
+            self._log_mismatch("train" if model.training else "eval", self._first_logps[0], rollout_logps, inputs)
         finally:
             self._first_logps = None
         return loss

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swapq.kernels.cuda.experts import Tiles
 from swapq.kernels.cuda.quantize import RowOperand
+from swapq.kernels.cuda.tiles import Tiles
 
 __all__ = ["TILE_ROWS", "grouped_gemm"]
 
@@ -21,7 +21,8 @@ TILE_ROWS = 128
 def _kernel(
     x, x_scale, w, w_scale, w_scale_stride, bias, table, slots, tiles, y, top_k,
     N, K,
-    GATED: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, GATED: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     out_width = N // 2 if GATED else N
@@ -34,8 +35,10 @@ def _kernel(
     count = tl.load(tiles + 3 + 3 * tile)
     m = tl.arange(0, BM)
     inside = m < count
-    slot = tl.load(slots + first + m, mask=inside, other=0).to(tl.int64)
-    row = slot // top_k
+    place = (first + tl.where(inside, m, 0)).to(tl.int64)
+    slot = place if DENSE else tl.load(slots + place).to(tl.int64)
+    out_row = place if SORTED else slot
+    row = slot // top_k if SPREAD else out_row
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     column = n % out_width  # past the end the loads wrap around; the store is masked
     k = tl.arange(0, BK)
@@ -68,7 +71,7 @@ def _kernel(
         index = out.to(tl.int16, bitcast=True).to(tl.int32) + 32768
         act = tl.load(table + index).to(tl.float32)
         out = (act * acc2.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
-    tl.store(y + slot[:, None] * out_width + n[None, :], out, mask=inside[:, None] & (n < out_width)[None, :])
+    tl.store(y + out_row[:, None] * out_width + n[None, :], out, mask=inside[:, None] & (n < out_width)[None, :])
 
 
 def grouped_gemm(
@@ -78,28 +81,32 @@ def grouped_gemm(
     tiles: Tiles,
     *,
     spread: bool,
+    in_order: bool = False,
     table: Tensor | None = None,
     bias: Tensor | None = None,
-    config: tuple[int, int, int, int] = (128, 64, 8, 3),
+    config: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """BF16 rows of every slot, ``[T * k, N]`` or, with ``table``, the gated ``[T * k, N / 2]``.
+    """BF16 rows of every slot, ``[R, N]`` or, with ``table``, the gated ``[R, N / 2]``.
 
     Args:
-        x: a row per token (``spread``) or per slot.
+        x: a row per token (``spread``), or per row of the output.
+        in_order: rows come out (and, without ``spread``, come in) in the sorted order of the tiles instead of slot order.
         w: BF16 operand ``[E, N, padded K]``; ``w_scale`` its float32 scale ``[E]`` or ``[E, ...]``, None where it is 1.
         tiles: of ``TILE_ROWS`` slots.
-        table, bias: as in :func:`swapq.kernels.cuda.experts.grouped`.
+        table, bias: as in :func:`swapq.kernels.cuda.grouped_decode.grouped_decode`.
+        config: columns and K of a tile, warps, stages; for measurements.
     """
     _, n, k = w.shape
     gated = table is not None
     width = n // 2 if gated else n
-    out = torch.empty(tiles.slots.numel(), width, dtype=torch.bfloat16, device=x.values.device)
-    bn, bk, warps, stages = config
+    out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
+    bn, bk, warps, stages = config or ((128, 32, 8, 4) if gated else (256, 64, 8, 3))
     grid = (tiles.most * triton.cdiv(width, bn),)
     _kernel[grid](
         x.values, x.scale, w, w_scale, 0 if w_scale is None else w_scale.stride(0), bias, table, tiles.slots, tiles.table, out,
-        tiles.top_k if spread else 1, n, k,
-        GATED=gated, HAS_ROW_SCALE=x.scale is not None, HAS_SCALE=w_scale is not None, HAS_BIAS=bias is not None,
+        tiles.top_k, n, k,
+        SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, GATED=gated,
+        HAS_ROW_SCALE=x.scale is not None, HAS_SCALE=w_scale is not None, HAS_BIAS=bias is not None,
         BM=tiles.tokens, BN=bn, BK=bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out

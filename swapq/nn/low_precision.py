@@ -61,13 +61,13 @@ class _MXFP8:
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         w = saved[0].to(torch.bfloat16)
-        columns = quantize(w.transpose(-1, -2) if spec.transposed else w, "mxfp8", axis=-2).operand().values
-        rows = quantize(dy, "mxfp8").operand().values
+        columns = dispatch.column_values(w.transpose(-1, -2) if spec.transposed else w)
+        rows = quantize(dy, "mxfp8").dequantize(torch.bfloat16)
         return dispatch.grouped(dy.device).grouped_input_grad(rows, columns, routing)
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
-        dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
+        dy_columns = dispatch.column_values(dy_rows)
         x_columns = self.form.operand(Parts(saved[1], saved[2]), scope="block", axis=-2).values
         return dispatch.grouped(dy.device).grouped_weight_grad(dy_columns, x_columns, padded, dtype)
 

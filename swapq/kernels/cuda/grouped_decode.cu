@@ -41,7 +41,8 @@ struct Step { uint4 codes[M_TILES][2]; };
 
 struct Arguments {
     const u16* x; const float* x_scale; const u8* codes; const u8* scales; const float* w_scale; int w_scale_stride;
-    const float* bias; const u16* table; const int* slots; int expert, count, top_k; u16* y;
+    const float* bias; const u16* table; const int* slots; int first, expert, count, top_k; u16* y;
+    __device__ __forceinline__ int slot(int i) const { return slots ? slots[first + i] : first + i; }
 };
 
 template <int WIDE>
@@ -93,7 +94,7 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
         if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2 + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
         __syncthreads();
         if (threadIdx.x < present) {
-            const int slot = a.slots[threadIdx.x];
+            const int slot = a.slot(threadIdx.x);
             bulk_copy(tokens + threadIdx.x * STRIDE, a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + chunk * GROUP, width * 2, arrival);
         }
         for (int local = threadIdx.x; local < HELD_ROWS; local += 32 * WARPS) {
@@ -158,7 +159,7 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
         for (int odd = 0; odd < 2; odd++) {
             const int token = 8 * n + 2 * t + odd;
             if (token >= a.count) continue;
-            const int slot = a.slots[token];
+            const int slot = a.slot(token);
             const float scale = a.x_scale ? __fmul_rn(a.x_scale[SPREAD ? slot / a.top_k : slot], gw) : gw;
 #pragma unroll
             for (int m = 0; m < M_TILES; m++) {
@@ -184,14 +185,16 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
     const u16* __restrict__ x, const float* __restrict__ x_scale, const u8* __restrict__ codes, const u8* __restrict__ scales,
     const float* __restrict__ w_scale, int w_scale_stride, const float* __restrict__ bias, const u16* __restrict__ table,
-    const int* __restrict__ slots, const int* __restrict__ tiles, int top_k, u16* __restrict__ y) {
+    const int* __restrict__ slots, const int* __restrict__ tiles, int every_row, int top_k, u16* __restrict__ y) {
     extern __shared__ __align__(16) u16 tokens[];  // [TOKENS][STRIDE], then scales [HELD_ROWS][SCALE_STRIDE]
-    if (blockIdx.y >= tiles[0]) return;
+    if (tiles && blockIdx.y >= tiles[0]) return;
     __shared__ Arrival arrival;
     if (threadIdx.x == 0) arrival_init(&arrival);  // the barrier before the first copy makes it known
-    const int* tile = tiles + 1 + 3 * blockIdx.y;  // expert, first position in slots, slots
-    const int count = tile[2];
-    const Arguments a = {x, x_scale, codes, scales, w_scale, w_scale_stride, bias, table, slots + tile[1], tile[0], count, top_k, y};
+    // A tile: expert, first position in slots, slots. Without a table there is one expert, and it takes every row in its place.
+    const int* tile = tiles + 1 + 3 * blockIdx.y;
+    const int expert = tiles ? tile[0] : 0, first = tiles ? tile[1] : blockIdx.y * TOKENS;
+    const int count = tiles ? tile[2] : min(TOKENS, every_row - first);
+    const Arguments a = {x, x_scale, codes, scales, w_scale, w_scale_stride, bias, table, tiles ? slots : nullptr, first, expert, count, top_k, y};
     // As many products side by side as the tile has tokens: the sums of a token do not change with its neighbours.
 #if TILES > 4
     if (count > 32) return run<TILES>(a, tokens, &arrival);

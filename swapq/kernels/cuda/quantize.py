@@ -17,6 +17,7 @@ __all__ = [
     "column_values",
     "dequantize",
     "expand",
+    "length",
     "matrix_amax",
     "padded",
     "quantize_columns",
@@ -135,7 +136,7 @@ def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None) -> RowOpera
 
 def expand(parts: Parts, fmt: str) -> Tensor:
     """Operand values of stored weights ``[..., N, K]`` in the tensor core's order: ``[..., N, padded K]``."""
-    lead, k = parts.codes.shape[:-1], _length(parts, fmt)
+    lead, k = parts.codes.shape[:-1], length(parts, fmt)
     width, group = padded(k, fmt), GROUPS[fmt]
     out = torch.empty(*lead, width, dtype=OPERANDS[fmt], device=parts.codes.device)
     rows = lead.numel()
@@ -146,7 +147,7 @@ def expand(parts: Parts, fmt: str) -> Tensor:
 
 def dequantize(parts: Parts, fmt: str) -> Tensor:
     """``bf16(dequantize)`` of stored weights or rows ``[..., N, K]``; NVFP4 has one FP32 scale per matrix, or one per row."""
-    lead, k = parts.codes.shape[:-1], _length(parts, fmt)
+    lead, k = parts.codes.shape[:-1], length(parts, fmt)
     out = torch.empty(*lead, k, dtype=torch.bfloat16, device=parts.codes.device)
     rows, scale = lead.numel(), parts.global_scale
     kernel = program(
@@ -185,5 +186,6 @@ def _columns(x: Tensor, out: Tensor, scales: Tensor | None, *, operand: bool) ->
     kernel.launch(grid, _THREADS, x, rows, out, scales)
 
 
-def _length(parts: Parts, fmt: str) -> int:
+def length(parts: Parts, fmt: str) -> int:
+    """Elements of a stored row."""
     return parts.codes.shape[-1] * (2 if fmt == "nvfp4" else 1)
