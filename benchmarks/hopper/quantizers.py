@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 import swapq
-from benchmarks.hopper.timing import Row, copy_bandwidth, microseconds
+from benchmarks.hopper.timing import Row, copy_bandwidth, graphed
 
 
 def _nbytes(*tensors: torch.Tensor | None) -> int:
@@ -17,7 +17,7 @@ def rows() -> Iterator[Row]:
 
     def row(work: str, quantize: object, source: torch.Tensor, target: float) -> Row:
         q = quantize()  # type: ignore[operator]
-        moved = _nbytes(source, *q.parts) / microseconds(quantize)  # type: ignore[arg-type]
+        moved = _nbytes(source, *q.parts) / graphed(quantize)  # type: ignore[arg-type]
         return Row(work, moved / 1e3, copy / 1e3, "GB/s", moved / copy, f">= {target}", moved / copy >= target)
 
     for k in (2048, 768):
@@ -28,7 +28,7 @@ def rows() -> Iterator[Row]:
             )
     for fmt in ("nvfp4", "mxfp8"):
         w = [torch.randn(128, *s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in ((1536, 2048), (2048, 768))]
-        seconds = [microseconds(lambda t=t, f=fmt: swapq.quantize(t, f)) for t in w]
+        seconds = [graphed(lambda t=t, f=fmt: swapq.quantize(t, f)) for t in w]
         moved = sum(_nbytes(t, *swapq.quantize(t, fmt).parts) for t in w) / sum(seconds)
         yield Row(
             f"quantize a layer's experts (604M), {fmt}", moved / 1e3, copy / 1e3, "GB/s", moved / copy, ">= 0.75", moved / copy >= 0.75

@@ -12,7 +12,7 @@ from swapq.errors import UnsupportedError
 from swapq.formats import Parts
 from swapq.kernels import reference
 
-__all__ = ["Choice", "choices", "column_values", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
+__all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
 
 _MODES = ("auto", "reference")
 _mode = "auto"
@@ -75,7 +75,7 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
     from swapq.kernels.cuda import quantize as cuda
 
     if fmt == "mxfp8" and axis == -2:
-        return cuda.quantize_columns(x.contiguous()) if x.shape[-1] % 2 == 0 else None
+        return _columns(x) if x.shape[-1] % 2 == 0 else None
     if fmt == "mxfp8" or (fmt == "nvfp4" and scope == "tensor"):
         return cuda.quantize_matrix(x.contiguous(), fmt, amax)
     if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
@@ -95,16 +95,12 @@ def dequantize(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:
     return cuda.dequantize(Parts(parts.codes.contiguous(), parts.scales.contiguous(), scale), fmt)
 
 
-def column_values(x: Tensor) -> Tensor:
-    """The exact BF16 values of column-wise MXFP8 of ``x [..., M, K]``."""
-    if x.dtype == torch.bfloat16 and x.dim() > 1 and x.numel() and x.shape[-1] % 2 == 0 and kernels(x.device):
-        from swapq.kernels.cuda import quantize as cuda
+def _columns(x: Tensor) -> Parts:
+    from swapq.kernels.cuda import columns
 
-        return cuda.column_values(x.contiguous())
-    from swapq import formats
-
-    form = formats.get("mxfp8")
-    return form.operand(form.quantize(x, scope="block", axis=-2), scope="block", axis=-2).values
+    lead, rows = x.shape[:-2], x.shape[-2]
+    codes, scales, _ = columns.quantize_columns(x.contiguous().flatten(0, -2), (rows,) * lead.numel())
+    return Parts(codes.view(x.shape), scales.view(*lead, -1, x.shape[-1]))
 
 
 def choices() -> list[Choice]:

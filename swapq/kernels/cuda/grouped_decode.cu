@@ -122,7 +122,9 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
                 for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const u32 scales = *(const RunScales*)(held + scale_at[m][half] + local * (int)STEP_SCALES);
+                        // Past the end of a row codes are zero and there is no scale.
+                        const bool inside = K % GROUP == 0 || step * GROUP + RUN * t < K;
+                        const u32 scales = inside ? *(const RunScales*)(held + scale_at[m][half] + local * (int)STEP_SCALES) : 0;
                         multipliers(scales, times[m][half]);
                     }
                 const u16* at = tokens + g * STRIDE + local * GROUP + t * 4;

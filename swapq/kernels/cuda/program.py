@@ -16,7 +16,7 @@ from swapq.errors import SwapqError, UnsupportedError
 
 __all__ = ["Program", "cache_folder", "compile_source", "program"]
 
-_HEADERS = ("bulk_copy.cuh", "contract.cuh", "order.cuh", "tensor_core.cuh", "weights.cuh")
+_HEADERS = ("blocks.cuh", "bulk_copy.cuh", "contract.cuh", "order.cuh", "tensor_core.cuh", "weights.cuh")
 
 
 def cache_folder() -> Path:

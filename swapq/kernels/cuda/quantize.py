@@ -14,13 +14,10 @@ __all__ = [
     "GROUPS",
     "OPERANDS",
     "RowOperand",
-    "column_values",
     "dequantize",
     "expand",
     "length",
-    "matrix_amax",
     "padded",
-    "quantize_columns",
     "quantize_matrix",
     "quantize_rows",
     "row_operand",
@@ -32,6 +29,7 @@ GROUPS = {"nvfp4": 128, "mxfp8": 64}
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
+_LAG = 3  # matrices between the amax of one and its codes
 
 
 class RowOperand(NamedTuple):
@@ -101,27 +99,29 @@ def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
     """Codes and scales of contiguous BF16 weights ``x [..., N, K]``, one FP32 scale per leading index in NVFP4.
 
     Args:
-        amax: float32, shape of the leading dimensions; computed if it is not given.
+        amax: float32, shape of the leading dimensions; taken in the same pass if it is not given.
     """
     form, kind = formats.get(fmt), _TENSOR if fmt == "nvfp4" else _MXFP8
     shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
     parts = {n: torch.empty(s, dtype=form.dtypes[n], device=x.device) for n, s in shapes.items() if n != "global_scale"}
-    scope = None
-    if kind == _TENSOR:
-        scope = NVFP4.global_scales(matrix_amax(x) if amax is None else amax.float().contiguous())
+    if kind == _TENSOR and amax is None:
+        return _quantize_stack(x, parts["codes"], parts["scales"])
+    scope = None if amax is None else NVFP4.global_scales(amax.float().contiguous())
     _launch(kind, fmt, x, x.shape[-1], None, scope, parts["codes"], parts["scales"], None, False)
     return Parts(parts["codes"], parts["scales"], None if scope is None else scope[1])
 
 
-def matrix_amax(x: Tensor) -> Tensor:
-    """float32 amax of contiguous BF16 ``x [..., N, K]`` per leading index. NaN shows."""
-    lead = x.shape[:-2]
-    matrices, size = lead.numel(), x.shape[-1] * x.shape[-2]
-    bits = torch.zeros(matrices, dtype=torch.int32, device=x.device)
-    pieces = max(1, min(-(-size // 32768), 64))
-    kernel = program("matrix_amax", x.device, THREADS=_THREADS)
-    kernel.launch((pieces, matrices), _THREADS, x, size // 8, bits)
-    return (bits << 16).view(torch.float32).reshape(lead)
+def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor) -> Parts:
+    *lead, n, k = x.shape
+    matrices, lanes = codes.shape[:-2].numel(), _lanes(k)
+    pieces = max(1, min(64, n * k // 65536))
+    periods = matrices + _LAG
+    blocks = pieces + -(-n // (_THREADS // lanes))
+    decode = torch.empty(lead, dtype=torch.float32, device=x.device)
+    scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
+    kernel = program("quantize_stack", x.device, K=k, N=n, LANES=lanes, PIECES=pieces, LAG=_LAG, THREADS=_THREADS)
+    kernel.launch((periods * blocks,), _THREADS, x, matrices, scopes, codes, scales, decode)
+    return Parts(codes, scales, decode)
 
 
 def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None) -> RowOperand:
@@ -161,29 +161,6 @@ def dequantize(parts: Parts, fmt: str) -> Tensor:
     )
     kernel.launch((-(-rows * (k // 8) // _THREADS),), _THREADS, parts.codes, parts.scales, scale, rows, out)
     return out
-
-
-def quantize_columns(x: Tensor) -> Parts:
-    """MXFP8 codes and scales of contiguous BF16 ``x [..., M, K]`` in blocks of 32 rows (contract section 1, column-wise)."""
-    form = formats.get("mxfp8")
-    shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope, axis=-2)
-    parts = Parts(*(torch.empty(shapes[n], dtype=form.dtypes[n], device=x.device) for n in ("codes", "scales")))
-    _columns(x, parts.codes, parts.scales, operand=False)
-    return parts
-
-
-def column_values(x: Tensor) -> Tensor:
-    """The exact BF16 values of :func:`quantize_columns`, without codes in between: ``[..., M, K]``."""
-    out = torch.empty_like(x)
-    _columns(x, out, None, operand=True)
-    return out
-
-
-def _columns(x: Tensor, out: Tensor, scales: Tensor | None, *, operand: bool) -> None:
-    rows, k = x.shape[-2:]
-    kernel = program("quantize_columns", x.device, K=k, OPERAND=int(operand), THREADS=_THREADS)
-    grid = (-(-k // 2 // _THREADS), -(-rows // 32), x.shape[:-2].numel())
-    kernel.launch(grid, _THREADS, x, rows, out, scales)
 
 
 def length(parts: Parts, fmt: str) -> int:

@@ -8,6 +8,7 @@
 //    GATED       1: x holds the halves gate and up of SwiGLU, [rows, 2K]; quantize bf16(table[gate]) * up
 #include "contract.cuh"
 #include "order.cuh"
+#include "blocks.cuh"
 
 #define NVFP4_ROW 0
 #define NVFP4_TENSOR 1
@@ -15,21 +16,6 @@
 
 constexpr int BLOCKS = K / 16, PER_LANE = (BLOCKS + LANES - 1) / LANES;
 constexpr bool WHOLE = BLOCKS % LANES == 0, HOLD = PER_LANE <= 16;
-
-struct Block { u32 pair[8]; };
-
-DEVICE Block load(const u16* at) {
-    const uint4* from = (const uint4*)at;
-    uint4 a = from[0], b = from[1];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-}
-
-DEVICE u32 block_amax(const Block& x) {
-    u32 top = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) top = max_magnitude(top, x.pair[i]);
-    return fold_magnitude(top);
-}
 
 // h = bf16(f32(bf16(act(gate))) * f32(up)): contract section 4. The table holds bf16(act(v)) of every BF16 v.
 DEVICE Block gated(const Block& gate, const Block& up, const u16* table) {
