@@ -55,7 +55,7 @@ class _MXFP8:
 
     def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
         if _has_kernels(x):
-            return master, *_columns().quantize_columns(x.contiguous(), routing.counts)[:2]
+            return master, *_column_kernels().quantize_columns(x.contiguous(), routing.counts)[:2]
         _, padded = routing.pad_rows(x, self.form.block)
         columns = quantize(padded, "mxfp8", axis=-2)
         return master, columns.codes, columns.scales
@@ -67,7 +67,7 @@ class _MXFP8:
         w = w.transpose(-1, -2) if spec.transposed else w
         if _has_kernels(w):
             flat = w.contiguous().flatten(0, 1)
-            columns = _columns().column_values(flat, (w.shape[1],) * w.shape[0]).view(w.shape)
+            columns = _column_kernels().column_values(flat, (w.shape[1],) * w.shape[0]).view(w.shape)
         else:
             columns = quantize(w, "mxfp8", axis=-2).operand().values
         rows = quantize(dy, "mxfp8").dequantize(torch.bfloat16)  # no FP32 scale: the operand itself
@@ -76,8 +76,8 @@ class _MXFP8:
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
         grouped, x = dispatch.grouped(dy.device), Parts(saved[1], saved[2])
         if _has_kernels(dy):  # groups as they are: a block ends where its group does
-            dy_columns = _columns().column_values(dy, routing.counts)
-            return grouped.grouped_weight_grad(dy_columns, _columns().stored_values(x, routing.counts), routing, dtype)
+            dy_columns = _column_kernels().column_values(dy, routing.counts)
+            return grouped.grouped_weight_grad(dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype)
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
         dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
         return grouped.grouped_weight_grad(
@@ -89,7 +89,7 @@ def _has_kernels(x: Tensor) -> bool:
     return dispatch.kernels(x.device) and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0 and x.numel() > 0
 
 
-def _columns() -> ModuleType:
+def _column_kernels() -> ModuleType:
     from swapq.kernels.cuda import columns
 
     return columns

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _CODES, _VALUES, _STORED = 0, 1, 2
 def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """First row of every block of at most 32 rows, each within one group, and the end: int32 ``[blocks + 1]``."""
     ends = list(accumulate(counts, initial=0))
-    starts = [row for a, b in zip(ends, ends[1:], strict=False) for row in range(a, b, _BLOCK)]
+    starts = [row for a, b in pairwise(ends) for row in range(a, b, _BLOCK)]
     return torch.tensor([*starts, ends[-1]], dtype=torch.int32).to(device)
 
 
