@@ -26,8 +26,9 @@ ENGINES = ("bf16", "nvfp4-rl", "marlin", "mxfp8-rl")
 
 def make(folder: Path) -> None:
     """A BF16 checkpoint and its exports: swapq's NVFP4 and MXFP8, and the same NVFP4 codes in ModelOpt's layout."""
-    import swapq
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    import swapq
 
     config = Qwen3MoeConfig(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
