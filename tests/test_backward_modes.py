@@ -34,7 +34,9 @@ def relative(a: Tensor, b: np.ndarray) -> float:
     return float(np.linalg.norm(a.double().numpy() - b) / max(np.linalg.norm(b), 1e-30))
 
 
-def case(counts: list[int], *, outliers: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def case(
+    counts: list[int], *, outliers: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(sum(counts))
     rows = sum(counts)
     x = torch.randn(rows, K, generator=generator)
@@ -119,7 +121,9 @@ def test_a_bias_is_added_before_the_one_rounding_and_gets_its_gradient(fmt: str)
     y = TrainableExpertLinear(w, bias, spec_of(fmt, "high_precision"))(x, routing, gather=False)
     (db,) = torch.autograd.grad(y, bias, dy)
     for expert, rows in ((0, slice(0, 7)), (2, slice(7, 16))):
-        ref = oracle.linear(*(a.detach().float().numpy() for a in (x[rows], w[expert], dy[rows])), fmt, "high_precision")[0]
+        ref = oracle.linear(
+            *(a.detach().float().numpy() for a in (x[rows], w[expert], dy[rows])), fmt, "high_precision"
+        )[0]
         shifted = ref + oracle.bf16(bias[expert].detach().numpy())
         assert np.array_equal(y[rows].detach().float().numpy(), oracle.bf16(shifted.astype(np.float32)))
         assert torch.allclose(db[expert], dy[rows].float().sum(0), rtol=1e-5, atol=1e-4)

@@ -12,7 +12,9 @@ from swapq.recipe_rules import FORMATS as RULES
 
 E, H, INNER, K = 8, 96, 64, 2
 FORMATS = ["mxfp8", "nvfp4", "fp8_block", "int4_g32"]
-SLICED = [(fmt, tp) for fmt in FORMATS for tp in (1, 2) if (fmt, tp) != ("fp8_block", 2)]  # its block of 128 is longer than 64 / 2
+SLICED = [
+    (fmt, tp) for fmt in FORMATS for tp in (1, 2) if (fmt, tp) != ("fp8_block", 2)
+]  # its block of 128 is longer than 64 / 2
 
 
 def rows_of(fmt: str) -> str:

@@ -16,19 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import swapq
+from swapq.checkpoint import layouts
 from swapq.checkpoint.writer import ShardWriter
 from swapq.errors import CheckpointError
 from swapq.nn.gather import whole
 from tests.helpers.models import prompts, qwen3_moe
+from tests.helpers.recipes import tiny
 
 WORLD = 2
 CASES = [("nvfp4-rl", "dequantized", 8), ("mxfp8-rl", "low_precision", 8), ("nvfp4-rl", "high_precision", 1)]
+CASES += [("fp8-block-rl", "dequantized", 8), ("fp8-rollout", "bf16", 8), ("int4-qat", "dequantized", 8)]
 IDS = [f"{r}-{b}-{e} experts" for r, b, e in CASES]
 
 
 def build(recipe: str, backward: str, experts: int) -> PreTrainedModel:
     model = qwen3_moe(num_experts=experts, num_experts_per_tok=min(2, experts))
-    return swapq.convert(model, recipe, backward=backward, last_layers_bf16=0)
+    return swapq.convert(model, tiny(recipe), backward=backward, last_layers_bf16=0)
 
 
 def batch(rank: int | None) -> Tensor:
@@ -111,7 +114,11 @@ def exports_of_several_ranks(model: PreTrainedModel, rank: int) -> dict[str, Ten
     shard(model)
     shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    for layout in ("swapq", "modelopt"):
+    held = set(swapq.recipe_of(model).formats)
+    for layout in [
+        "swapq",
+        *(name for name in layouts.names() if name != "swapq" and held <= layouts.get(name).formats),
+    ][:2]:
         swapq.export(model, folder / layout, layout=layout)  # whole when it returns, on every rank
         facts += [swapq.verify(folder / layout).ok, not list((folder / layout).glob(".*.tmp"))]
     facts.append(swapq.digest(folder / "swapq") == expected)

@@ -106,6 +106,8 @@ def test_columns_are_quantized_by_rows_of_tiles_only() -> None:
     assert q.scales.shape == (3, 8)
     with pytest.raises(swapq.SwapqError, match="square tile has no axis"):
         swapq.quantize(torch.randn(300, 8).to(torch.bfloat16), "fp8_block", axis=-2)
+    with pytest.raises(swapq.SwapqError, match="3 rows have no halves"):
+        swapq.quantize(torch.zeros(3, 8), "fp8_block", scope="halves")
 
 
 def test_a_block_that_falls_below_the_floor_is_counted() -> None:
@@ -137,3 +139,44 @@ def test_a_group_that_int4_has_not_is_refused_with_the_choice() -> None:
         swapq.quantize(torch.zeros(2, 64), "int4", block=64)
     with pytest.raises(swapq.SwapqError, match="leave it out"):
         swapq.quantize(torch.zeros(2, 64), "nvfp4", block=32)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_expert_tp_changes_no_bit_where_ranks_cut_between_blocks(trainable: bool) -> None:
+    """One scale per 128 elements does not know how many ranks hold the row, unlike NVFP4's one per row."""
+    from tests.helpers.models import prompts, qwen3_moe
+
+    sizes = {"moe_intermediate_size": 256, "num_hidden_layers": 1}
+    models = [swapq.convert(qwen3_moe(**sizes), "fp8-block-rl", expert_tp=tp, trainable=trainable) for tp in (1, 2)]
+    with torch.no_grad():
+        assert torch.equal(*(model(prompts()).logits for model in models))
+    with pytest.raises(swapq.SwapqError, match="not a multiple of the fp8_block block of 128"):
+        swapq.convert(qwen3_moe(**sizes), "fp8-block-rl", expert_tp=4)
+
+
+def test_a_plan_knows_where_ranks_would_cut_a_tile() -> None:
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe(moe_intermediate_size=256, hidden_size=256, head_dim=128, num_key_value_heads=2)
+    swapq.plan(model, "fp8-block-rl", tp=2, ep=2)
+    with pytest.raises(swapq.SwapqError, match=r"experts down: length 256 over tp = 4 is 64 a rank"):
+        swapq.plan(model, "fp8-block-rl", tp=4)
+    narrow = qwen3_moe(head_dim=48)
+    swapq.plan(narrow, "fp8-block-rl")
+    with pytest.raises(swapq.SwapqError, match=r"q_proj.weight: 192 rows over tp = 2 are 96 a rank"):
+        swapq.plan(narrow, "fp8-block-rl", tp=2, ep=2)
+
+
+def test_a_checkpoint_of_a_live_model_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapq.checkpoint.tensors import checkpoint_tensors
+    from swapq.nn import experts
+    from tests.helpers.models import qwen3_moe
+
+    model = swapq.convert(qwen3_moe(), "nvfp4-rl", last_layers_bf16=0)
+    seen: list[tuple[int, ...]] = []
+    real = experts.quantize_weight
+    monkeypatch.setattr(
+        experts, "quantize_weight", lambda w, *a, **k: (seen.append(tuple(w.shape)), real(w, *a, **k))[1]
+    )
+    list(checkpoint_tensors(model))
+    assert seen == [(8, 64, 64), (8, 64, 32)] * 2

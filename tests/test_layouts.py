@@ -147,6 +147,20 @@ def test_vllms_compressed_tensors_parser_accepts_the_config(folders: dict[str, P
     assert parsed.quant_format == config(folders["compressed-tensors"])["format"]
 
 
+@pytest.mark.parametrize("recipe", ["fp8-block-rl", "int4-qat"])
+def test_a_layout_that_cannot_hold_a_format_is_refused_from_a_folder_and_from_a_live_model(
+    tmp_path: Path, recipe: str
+) -> None:
+    model = qwen3_moe().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "src")
+    with pytest.raises(swapq.SwapqError, match="layout 'modelopt' cannot hold"):
+        swapq.convert_checkpoint(tmp_path / "src", tmp_path / "a", tiny(recipe), layout="modelopt", progress=False)
+    with pytest.raises(swapq.SwapqError, match="layout 'modelopt' cannot hold"):
+        swapq.export(swapq.convert(model, tiny(recipe)), tmp_path / "b", layout="modelopt")
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_scale_is_a_multiplier_in_one_layout_and_a_divisor_in_the_other() -> None:
     q = swapq.quantize(torch.randn(32, 64).to(torch.bfloat16), "nvfp4")
     weight = "x.weight"

@@ -13,7 +13,7 @@ def rows(norms: list[float]) -> list[dict[str, float]]:
 
 
 def test_a_norm_several_times_the_median_is_a_spike_and_does_not_hide_the_next() -> None:
-    found = find_spikes(rows([1.0] * 10 + [8.0, 1.0, 9.0, 2.9]))
+    found = find_spikes(rows([1.0] * 10 + [8.0, 1.0, 9.0, 4.9]))
     assert [(s.step, s.norm) for s in found] == [(11, 8.0), (13, 9.0)]
     assert found[0].ratio == pytest.approx(8.0)
 

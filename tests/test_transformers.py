@@ -43,7 +43,9 @@ def test_an_export_loads_with_identical_logits_and_saves_to_identical_bytes(
     tmp_path: Path, family: str, recipe: str
 ) -> None:
     model = exported(tmp_path / "a", recipe, family)
-    if not swapq.recipe_of(model).matched:  # masters train in BF16; the export, and what holds codes, is the rollout's policy
+    if not swapq.recipe_of(
+        model
+    ).matched:  # masters train in BF16; the export, and what holds codes, is the rollout's policy
         model = swapq.convert(FAMILIES[family](), tiny(recipe), trainable=False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert torch.equal(logits(loaded), logits(model))

@@ -52,7 +52,8 @@ def export(
 
     Raises:
         RecipeError: a recipe that is not for rollouts.
-        UnsupportedError: not converted, an unknown layout, PEFT adapters, or a family no engine reads per expert.
+        UnsupportedError: not converted, an unknown layout or one that cannot hold a format, PEFT adapters, or a family no engine reads
+            per expert.
         FormatError: a master that is not finite, by name.
         CheckpointError: the directory is a file, or holds a checkpoint that is no export, such as the source of the model; or
             another rank failed.
@@ -63,6 +64,7 @@ def export(
         raise UnsupportedError(f"export needs a transformers model, whose config it writes; got {type(root).__name__}")
     the_plan = plan_of(root)
     the_plan.recipe.require_rollout("export writes what engines serve")
+    target.require(the_plan)
     described = quantization_config(root) if layout == "swapq" else target.quantization_config(the_plan)
     extra_files = target.extra_files(the_plan)
     ranks = Ranks.of(root)

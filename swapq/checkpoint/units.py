@@ -110,11 +110,7 @@ def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
         UnsupportedError: a format that the layout cannot hold, or a family that no engine reads per expert.
         CheckpointError: a block-FP8 weight without its scale.
     """
-    for fmt in set(plan.quantized.values()):
-        if fmt not in layout.formats:
-            raise UnsupportedError(
-                f"layout {layout.name!r} cannot hold {fmt}; it holds {', '.join(sorted(layout.formats))}"
-            )
+    layout.require(plan)
     made: list[Unit] = []
     paired: set[str] = set()
     by_weight = _sources(plan)

@@ -30,7 +30,7 @@ class SpikeMeter:
         warmup: steps without a verdict, at the start.
     """
 
-    def __init__(self, window: int = 50, factor: float = 3.0, warmup: int = 5) -> None:
+    def __init__(self, window: int = 50, factor: float = 5.0, warmup: int = 5) -> None:
         self.factor, self.warmup = factor, warmup
         self._recent: deque[float] = deque(maxlen=window)
 
@@ -52,7 +52,7 @@ class SpikeMeter:
 
 
 def find_spikes(
-    history: Iterable[Mapping[str, Any]], *, window: int = 50, factor: float = 3.0, warmup: int = 5
+    history: Iterable[Mapping[str, Any]], *, window: int = 50, factor: float = 5.0, warmup: int = 5
 ) -> list[Spike]:
     """Spikes in the rows of a run's log (``trainer.state.log_history``): those with ``step`` and ``grad_norm``."""
     meter, found = SpikeMeter(window, factor, warmup), []

@@ -127,7 +127,7 @@ class Format(ABC):
             raise FormatError(
                 f"{self.name} of {name}: dtype is {x.dtype}; quantize a bfloat16, float16 or float32 tensor"
             )
-        if x.dim() < max(-axis, 2 if scope == "tile" else 1):
+        if x.dim() < max(-axis, 2 if scope in ("tile", "halves") else 1):
             raise FormatError(
                 f"{self.name} of {name}: shape {tuple(x.shape)} has too few dimensions for axis {axis}, scope {scope!r}"
             )

@@ -36,6 +36,8 @@ class FP8Block(Format):
         super().check(x, scope=scope, axis=axis, name=name)
         if scope != "row" and axis != -1:
             raise FormatError(f"{self.name} of {name}: a square tile has no axis; leave `axis` out, or use scope 'row'")
+        if scope == "halves" and x.shape[-2] % 2:
+            raise FormatError(f"{self.name} of {name}: {x.shape[-2]} rows have no halves; use scope 'tile'")
 
     def quantize(self, x: Tensor, *, scope: str = "tile", axis: int = -1, amax: Tensor | None = None) -> Parts:
         if scope == "halves":

@@ -71,10 +71,10 @@ class SwapqExperts(QuantizedStorage):
         try:
             return super().__getattr__(name)
         except AttributeError:  # a method that the plain forward calls
-            method = getattr(self.__dict__.get("plain"), name, None)
-            if method is None:
+            found = getattr(self.__dict__.get("plain"), name, None)
+            if found is None:
                 raise
-            return method.__get__(self, type(self))
+            return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
 
     @property
     def up_name(self) -> str:
@@ -94,9 +94,9 @@ class SwapqExperts(QuantizedStorage):
 
     def quantized(self) -> dict[str, QTensor]:
         """Parameter name -> QTensor ``[E, N, K]`` of what a forward would use now."""
-        return {name: self._weight(name) for name in self.weight_names()}
+        return {name: self.current(name) for name in self.weight_names()}
 
-    def _weight(self, name: str) -> QTensor:
+    def current(self, name: str) -> QTensor:
         if not self.trainable:
             return self._stored(name)
         return self._frozen_or(name, lambda: self._quantize(name))
@@ -131,7 +131,7 @@ class SwapqExperts(QuantizedStorage):
 
     def _linear(self, name: str, slices: int) -> ExpertLinear:
         bias = getattr(self, f"{name}_bias", None)
-        q = self._weight(name)
+        q = self.current(name)
         if self.trainable and torch.is_grad_enabled():
             return TrainableExpertLinear(getattr(self, name), bias, replace(self.spec, slices=slices), q)
         if dispatch.fast(q.codes.device, self.spec.weights, self.spec.activations, q.shape, slices):

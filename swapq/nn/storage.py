@@ -73,6 +73,10 @@ class QuantizedStorage(nn.Module):
         """Weight name -> QTensor of what a forward would use now."""
         raise NotImplementedError
 
+    def current(self, weight: str) -> QTensor:
+        """What a forward would use now of one weight."""
+        return self.quantized()[weight]
+
     def freeze(self) -> None:
         """Replace masters by codes and scales."""
         raise NotImplementedError
@@ -104,7 +108,7 @@ class QuantizedStorage(nn.Module):
     def stored_parts(self, weight: str) -> dict[str, Tensor]:
         """Parts of a weight as they lie in files and on the wire; of a module that holds codes, views of what it holds."""
         if weight not in self.stored:
-            return self.quantized()[weight].stored_parts()
+            return self.current(weight).stored_parts()
         form, names = formats.get(self.stored[weight][0]), part_names(weight)
         return {part: self._viewed(names[part], dtype) for part, dtype in form.dtypes.items()}
 

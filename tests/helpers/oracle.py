@@ -120,7 +120,9 @@ LOW = {
 }
 
 
-def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, fmt: str, mode: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def linear(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, fmt: str, mode: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """``y, dx, dw`` of one linear: ``x [M, K]``, ``w [N, K]``, ``dy [M, N]``; contract sections 3 and 5."""
     x, w, dy = (bf16(a).astype(np.float64) for a in (x, w, dy))
     x_hat, w_hat = ROWS[fmt](x), WEIGHTS[fmt](w)

@@ -2,27 +2,34 @@
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from tests.helpers.warm import ENVIRONMENT, ROOT, context
 
 Job = Callable[..., dict[str, Any]]
+
+
+def _run(name: str, arguments: dict[str, Any], folder: Path, answer: Path, log: Path) -> None:
+    """In the process of the job: what it prints goes to its log, what it leaves behind into its folder."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.update(ENVIRONMENT | {"TMPDIR": str(folder)})
+    tempfile.tempdir = None
+    os.chdir(ROOT)
+    try:
+        from tests.trl import jobs
+
+        answer.write_text(json.dumps(getattr(jobs, name)(**arguments)))
+    except BaseException:
+        traceback.print_exc()
+        raise
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +38,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
     def run(name: str, **arguments: Any) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
-        answer = folder / "answer.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.trl.jobs", name, str(answer), json.dumps(arguments)],
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **ENVIRONMENT, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            pytest.fail(f"job {name}({arguments}) ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        answer, log = folder / "answer.json", folder / "log.txt"
+        start: Any = context()
+        process = start.Process(target=_run, args=(name, arguments, folder, answer, log))
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            pytest.fail(f"job {name}({arguments}) ended with {process.exitcode}\n{log.read_text()[-8000:]}")
         result = json.loads(answer.read_text())
         result["left_in_tmp"] = sorted(path.name for path in folder.iterdir() if path.name.startswith("swapq-engine-"))
         return result

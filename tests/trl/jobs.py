@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,7 +283,7 @@ def drift(built: Any) -> dict[str, Any]:
     return {"since_start": since_start, "noticed": noticed, "refused": refused}
 
 
-def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
+def options(kind: str, recipe: str | dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A short training with other TRL settings."""
     from arithmetic.task import prompts
 
@@ -299,7 +298,12 @@ def options(kind: str, recipe: str, **settings: Any) -> dict[str, Any]:
     if recipe:
         swapq.convert(model, tiny_recipe(recipe), **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
     if settings.pop("evaluate", False):
-        settings |= {"eval_dataset": prompts(8, 1), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+        settings |= {
+            "eval_dataset": prompts(8, 1),
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "per_device_eval_batch_size": 8,
+        }
     built = trainer(model, kind, **settings)
     syncs = []
     if built.use_vllm:
@@ -362,14 +366,3 @@ def warned(logger: str) -> list[str]:
     messages: list[str] = []
     logging.getLogger(logger).addHandler(Listener(logging.WARNING))
     return messages
-
-
-def main() -> None:
-    """`python -m tests.trl.jobs NAME ANSWER ARGUMENTS`."""
-    name, answer, arguments = sys.argv[1:]
-    result = globals()[name](**json.loads(arguments))
-    Path(answer).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,9 @@ def test_lora_on_a_quantized_linear_can_be_allowed_and_says_what_is_lost(job: Jo
 
 def test_lora_on_a_quantized_linear_is_refused_with_the_ways_out() -> None:
     model = adapted("mxfp8-rl", target_modules=["q_proj"])
-    with pytest.raises(UnsupportedError, match=r"q_proj: LoRA on a linear that the recipe quantizes.*keep_bf16.*approximate_lora"):
+    with pytest.raises(
+        UnsupportedError, match=r"q_proj: LoRA on a linear that the recipe quantizes.*keep_bf16.*approximate_lora"
+    ):
         check_adapters(model)
     check_adapters(model, approximate=True)
 
@@ -65,7 +67,9 @@ def test_adapters_that_cannot_be_merged_are_refused() -> None:
     virtual = adapted("nvfp4-rl", peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(UnsupportedError, match="virtual tokens"):
         check_adapters(virtual)
-    scaled = adapted("nvfp4-rl", peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]))
+    scaled = adapted(
+        "nvfp4-rl", peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    )
     with pytest.raises(UnsupportedError, match="use LoRA"):
         check_adapters(scaled)
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.trl.conftest import Job
 
-
 RECIPES = ("fp8-block-rl", "fp8-rollout")
 each = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -18,7 +17,7 @@ def runs(job: Job) -> dict[str, list[dict[str, Any]]]:
     return {recipe: rows(job("options", kind="GRPO", recipe=recipe, **settings)) for recipe in RECIPES}
 
 
-def rows(runs: dict[str, list[dict[str, Any]]], recipe: str) -> list[dict[str, Any]]:
+def rows(run: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in run["history"] if "reward" in row]
 
 
@@ -31,7 +30,9 @@ def test_every_step_says_whether_both_sides_are_one_policy(runs: dict[str, list[
 
 @each
 @pytest.mark.vllm
-def test_the_reference_kl_is_logged_and_starts_at_what_quantizing_costs(runs: dict[str, list[dict[str, Any]]], recipe: str) -> None:
+def test_the_reference_kl_is_logged_and_starts_at_what_quantizing_costs(
+    runs: dict[str, list[dict[str, Any]]], recipe: str
+) -> None:
     first = runs[recipe][0]
     if recipe == "fp8-rollout":  # the trainer's policy is BF16 at the start, in autocast's rounding
         assert first["swapq/reference_kl_k3"] < 1e-3
@@ -43,7 +44,9 @@ def test_the_reference_kl_is_logged_and_starts_at_what_quantizing_costs(runs: di
 
 @each
 @pytest.mark.vllm
-def test_the_gradient_norm_is_compared_with_its_recent_median(runs: dict[str, list[dict[str, Any]]], recipe: str) -> None:
+def test_the_gradient_norm_is_compared_with_its_recent_median(
+    runs: dict[str, list[dict[str, Any]]], recipe: str
+) -> None:
     ratios = [row.get("swapq/grad_norm_ratio") for row in runs[recipe]]
     assert ratios[:5] == [None] * 5
     assert all(ratio > 0 for ratio in ratios[5:])

@@ -21,7 +21,9 @@ def autocast() -> Any:
 def test_a_forward_with_fp32_masters_equals_that_of_the_bf16_model(recipe: str) -> None:
     model = swapq.convert(tiny(), recipe)
     lowered = tiny().to(torch.bfloat16)
-    lowered.model.rotary_emb = model.model.rotary_emb  # its FP32 buffer is no weight; from_pretrained leaves it alone too
+    lowered.model.rotary_emb = (
+        model.model.rotary_emb
+    )  # its FP32 buffer is no weight; from_pretrained leaves it alone too
     swapq.convert(lowered, recipe)
     with torch.no_grad(), autocast():
         plain = model(IDS).logits

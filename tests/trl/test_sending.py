@@ -163,7 +163,9 @@ def test_the_users_arguments_are_as_they_were_after_a_constructor_that_failed() 
 
     import swapq_trl
 
-    config = GRPOConfig(output_dir="/tmp/x", use_vllm=True, use_cpu=True, report_to="none", generation_kwargs={"seed": 1})
+    config = GRPOConfig(
+        output_dir="/tmp/x", use_vllm=True, use_cpu=True, report_to="none", generation_kwargs={"seed": 1}
+    )
     with pytest.raises(Exception, match=r".+"):
         swapq_trl.GRPOTrainer(tiny(), [], args=config, train_dataset=None, processing_class=SimpleNamespace())
     assert config.use_vllm is True

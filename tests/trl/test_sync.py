@@ -84,7 +84,9 @@ def test_an_engine_that_quantizes_other_rows_than_the_trainer_is_refused_by_name
     engine: dict[str, tuple[str, str]] = dict(running(model))
     _require_same_formats(model, engine)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
-    with pytest.raises(SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16 rows"):
+    with pytest.raises(
+        SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16 rows"
+    ):
         _require_same_formats(model, engine | {name: ("nvfp4", "bf16")})
 
 
@@ -136,5 +138,3 @@ def test_the_self_test_notices_an_engine_that_changes_under_equal_weights(faulty
     assert "the weights the engine was built from" in result["since_start"]["message"]
     assert "the same weights were sent twice" in result["noticed"]["message"]
     assert result["refused"]["error"] == "SyncError"
-
-

@@ -24,9 +24,9 @@ RECIPES: dict[str, dict[str, object]] = {
 LINEARS = ("mxfp8-rl", "fp8-block-rl")
 
 
-def tiny(seed: int = 0) -> torch.nn.Module:
+def tiny(seed: int = 0, **sizes: object) -> torch.nn.Module:
     """Two layers, eight experts; expert weights large enough to matter for the log-probabilities."""
-    model = qwen3_moe(hidden_size=64, head_dim=32, moe_intermediate_size=64).to(torch.bfloat16)
+    model = qwen3_moe(**({"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 64} | sizes)).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,6 +1,5 @@
 """A vLLM engine in a process of its own, in which tests run functions. One engine per process: a second one can fail."""
 
-import multiprocessing
 import os
 import pickle
 import traceback
@@ -8,17 +7,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.helpers.warm import ENVIRONMENT, context
+
 __all__ = ["Engine", "EngineError"]
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+_ENVIRONMENT = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def _serve(pipe: Connection, model: str | None, options: dict[str, Any]) -> None:
@@ -52,9 +45,9 @@ class Engine:
     """``engine(function, *arguments)`` runs ``function(llm, *arguments)`` in the engine's process."""
 
     def __init__(self, model: str | os.PathLike[str] | None, *, daemon: bool = True, **options: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
+        start: Any = context()
+        self.pipe, theirs = start.Pipe()
+        self.process = start.Process(
             target=_serve, args=(theirs, None if model is None else str(model), options), daemon=daemon
         )
         self.process.start()

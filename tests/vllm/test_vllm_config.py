@@ -98,7 +98,8 @@ def test_rows_have_the_format_of_their_weights_role() -> None:
         ({"layout": "modelopt"}, "modelopt"),
         ({"recipe": None}, "recipe"),
         ({"quantized": ["a.weight"]}, "quantized"),
-        ({"quantized": {"int4": []}}, "int4"),
+        ({"quantized": {"int5": []}}, "int5"),
+        ({"quantized": {"nvfp4_tile": ["a.weight"]}}, "not for rollouts: .*depends on its neighbours"),
         ({"quantized": {"nvfp4": ["a.weight"], "mxfp8": ["a.weight"]}}, "twice"),
         ({"quantized": {"nvfp4": ["a.proj"]}}, "a.proj"),
     ],
@@ -114,6 +115,21 @@ def test_a_configuration_that_is_not_one_is_refused(change: dict[str, Any], says
     assert SwapqConfig.from_config(good).formats == {"a.weight": "nvfp4"}
     with pytest.raises(SwapqError, match=says):
         SwapqConfig.from_config(good | change)
+
+
+def test_what_is_not_for_rollouts_is_served_if_the_recipe_forces_it() -> None:
+    forced = {"version": 1, "layout": "swapq", "recipe": {"name": "x", "force_rollout": True}}
+    assert SwapqConfig.from_config(forced | {"quantized": {"nvfp4_tile": ["a.weight"]}}).formats == {
+        "a.weight": "nvfp4_tile"
+    }
+
+
+def test_a_linear_outside_the_experts_has_no_scale_over_its_whole_weight() -> None:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    ours = config(nvfp4=["l.self_attn.o_proj.weight"])
+    with pytest.raises(UnsupportedError, match="FP32 scale spans a whole weight"):
+        ours.get_quant_method(LinearBase.__new__(LinearBase), "l.self_attn.o_proj")
 
 
 def test_registering_twice_changes_nothing() -> None:

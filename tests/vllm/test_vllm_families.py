@@ -8,6 +8,7 @@ import torch
 
 import swapq
 from tests.helpers.models import FAMILIES
+from tests.helpers.recipes import tiny
 from tests.vllm import inside
 from tests.vllm.engine import Engine
 
@@ -27,12 +28,16 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=[(f, r) for f in SIZES for r in ("nvfp4-rl", "mxfp8-rl")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(f, r) for f in SIZES for r in ("nvfp4-rl", "mxfp8-rl", "fp8-block-rl", "int4-qat")],
+    ids="-".join,
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Path]]:
     family, recipe = request.param
     model = FAMILIES[family](**SIZES[family]).to(torch.bfloat16)
     folder = tmp_path_factory.mktemp(family) / recipe
-    swapq.export(swapq.convert(model, recipe, last_layers_bf16=0), folder)
+    swapq.export(swapq.convert(model, tiny(recipe), last_layers_bf16=0), folder)
     engine = Engine(folder, enforce_eager=True)
     yield engine, folder
     engine.close()

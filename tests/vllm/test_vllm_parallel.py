@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import swapq
+from tests.helpers import recipes
 from tests.vllm import inside
 from tests.vllm.conftest import Exports, tiny
 from tests.vllm.engine import Engine, EngineError
@@ -13,13 +14,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "daemon": False}
 
+#: ranks cut FP8 between its tiles of 128 only
+WIDE = {"moe_intermediate_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl", "fp8-block-rl", "int4-qat"])
 def test_two_ranks_serve_what_one_does(tmp_path: Path, recipe: str) -> None:
     scores = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        swapq.export(swapq.convert(tiny(), recipe, last_layers_bf16=0, expert_tp=ranks), folder)
+        model = tiny(**WIDE) if recipe == "fp8-block-rl" else tiny()
+        swapq.export(swapq.convert(model, recipes.tiny(recipe), last_layers_bf16=0, expert_tp=ranks), folder)
         options = TWO if ranks == 2 else {}
         engine = Engine(folder, enforce_eager=True, worker_extension_cls="swapq_vllm.worker.WorkerExtension", **options)
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swapq import formats
+from swapq.errors import UnsupportedError
 from swapq.formats import Parts
 from swapq.natural import natural_key
 from swapq.plan import Plan
@@ -70,6 +71,17 @@ class Layout(ABC):
     def contradictions(self, described: Mapping[str, Any], folder: Path) -> list[str]:
         """What further files of ``folder`` say against ``described``, one sentence each."""
         return []
+
+    def require(self, plan: Plan) -> None:
+        """Refuse a plan with a format that the layout cannot hold.
+
+        Raises:
+            UnsupportedError: naming the format and what the layout holds.
+        """
+        for fmt in sorted(set(plan.quantized.values()) - self.formats):
+            raise UnsupportedError(
+                f"layout {self.name!r} cannot hold {fmt}; it holds {', '.join(sorted(self.formats))}"
+            )
 
     def extra_files(self, plan: Plan) -> dict[str, dict[str, Any]]:
         """Further JSON files, by name, that readers of this layout want."""
