@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from swapq.anatomy import Anatomy, ExpertsLayout, TensorInfo
+from swapq.checkpoint.arena import aligned
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import Folder, TensorHeader
 from swapq.plan import Plan, PlanEntry
 
-__all__ = ["Copy", "Expand", "Quantize", "Slab", "Target", "Unit", "units_of"]
+__all__ = ["BLOCK", "Copy", "Expand", "Quantize", "Slab", "Target", "Unit", "units_of"]
+
+#: tile of a block-FP8 source
+BLOCK = 128
+#: bytes of a tensor that goes through as it is are moved in pieces of this size
+COPY_BUFFER = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,23 @@ class Slab:
     scale: TensorHeader | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+    def elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def source_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize + (self.scale.nbytes if self.scale else 0)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The source's bytes and, where they are not the BF16 matrix already, that matrix."""
+        other = self.dtype != torch.bfloat16 or self.transposed
+        return aligned(self.elements * self.dtype.itemsize) + (aligned(2 * self.elements) if other else 0)
+
+    @property
+    def float_bytes(self) -> int:
+        """float32 values and scales while a block-FP8 slab is dequantized."""
+        return 8 * self.elements + self.scale.nbytes if self.scale else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +77,17 @@ class Quantize:
 
     @property
     def source_bytes(self) -> int:
-        return sum(s.nbytes + (s.scale.nbytes if s.scale else 0) for s in self.slabs)
+        return sum(s.source_bytes for s in self.slabs)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The source, its BF16 form, codes and scales."""
+        return sum(s.arena_bytes for s in self.slabs) + sum(aligned(o.nbytes) for o in self.outputs)
 
     @property
     def held_bytes(self) -> int:
-        """What a worker holds at most while it works on this unit: the source, its BF16 form, codes and scales."""
-        bf16 = sum(2 * s.shape[0] * s.shape[1] * (2 if s.dtype != torch.bfloat16 else 1) for s in self.slabs)
-        fp8 = sum(8 * s.shape[0] * s.shape[1] for s in self.slabs if s.scale)
-        return self.source_bytes + bf16 + fp8 + sum(o.nbytes for o in self.outputs)
+        """What a worker holds at most while it works on this unit."""
+        return self.arena_bytes + max(s.float_bytes for s in self.slabs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +99,15 @@ class Expand:
 
     @property
     def source_bytes(self) -> int:
-        return self.slab.nbytes + (self.slab.scale.nbytes if self.slab.scale else 0)
+        return self.slab.source_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slab.arena_bytes
 
     @property
     def held_bytes(self) -> int:
-        return self.source_bytes + 10 * self.slab.shape[0] * self.slab.shape[1]
+        return self.arena_bytes + self.slab.float_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +122,13 @@ class Copy:
         return self.source.nbytes
 
     @property
+    def arena_bytes(self) -> int:
+        return aligned(min(self.source.nbytes, COPY_BUFFER))
+
+    @property
     def held_bytes(self) -> int:
-        return min(self.source.nbytes, COPY_BUFFER)
+        return self.arena_bytes
 
-
-COPY_BUFFER = 4 << 20
 
 Unit = Quantize | Expand | Copy
 
