@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from swapq.errors import CheckpointError
+
 __all__ = ["Arena", "aligned"]
 
 _ALIGNMENT = 64
@@ -23,10 +25,19 @@ class Arena:
         self._taken = 0
 
     def begin(self, nbytes: int) -> None:
-        """Forget every piece handed out so far; have room for ``nbytes``."""
+        """Forget every piece handed out so far; have room for ``nbytes``.
+
+        Raises:
+            CheckpointError: the memory cannot be had.
+        """
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let the old block go before the new one comes
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            try:
+                self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            except RuntimeError:  # torch's way to say that there is no memory
+                raise CheckpointError(
+                    f"{nbytes / 1e6:.0f} MB of memory for one worker cannot be had; use fewer workers or free memory"
+                ) from None
         self._taken = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -73,6 +73,10 @@ class Job:
         units = (unit.held_bytes for shard in self.shards for unit in shard.units)
         return workers * max(HASH_BUFFER, max(units, default=0))
 
+    def source_mtime_ns(self) -> int:
+        """Newest modification time of the source's shards, now."""
+        return max((self.source.path / file).stat().st_mtime_ns for file in self.source.files)
+
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> file."""
