@@ -132,6 +132,11 @@ class Copy:
 
 Unit = Quantize | Expand | Copy
 
+_SCALES = ("_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
+_LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32)
+#: dtypes in which the scale of a block-FP8 weight is a number
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
 
 def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
     """Every unit, in the order of the source.
@@ -149,6 +154,7 @@ def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
     paired: set[str] = set()
     by_weight = _sources(plan)
     for entry, info in zip(plan.entries, plan.anatomy.tensors, strict=True):
+        _check_scale_name(entry.name, folder)
         if entry.format == "dropped":
             continue
         if not entry.quantized:
@@ -156,6 +162,20 @@ def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
         elif entry.name not in paired:
             made.extend(_quantized(entry, info, plan.anatomy, folder, layout, by_weight, paired))
     return made
+
+
+def _check_scale_name(name: str, folder: Folder) -> None:
+    """A scale belongs to a low-precision weight beside it: alone, or beside a plain one, it says that something is missing or wrong."""
+    suffix = next((s for s in _SCALES if name.endswith(s)), None)
+    if suffix is None:
+        return
+    weight = f"{name.removesuffix(suffix)}{'' if suffix == '_scale_inv' else '.weight'}"
+    found = folder.tensors.get(weight)
+    if found is None or found.dtype not in _LOW:
+        state = "missing" if found is None else f"{found.dtype}, which has no scale"
+        raise CheckpointError(
+            f"{name}: is the scale of a quantized weight, and {weight} is {state}; the checkpoint is damaged, download it again"
+        )
 
 
 def _sources(plan: Plan) -> dict[str, str]:
@@ -184,6 +204,12 @@ def _slab(
         scale = folder.tensors.get(f"{header.name}_scale_inv")
         if scale is None:
             raise CheckpointError(f"{header.name}: FP8 without {header.name}_scale_inv; the checkpoint is incomplete")
+        tiles = (-(-header.shape[-2] // BLOCK), -(-header.shape[-1] // BLOCK))
+        if scale.dtype not in _SCALE_DTYPES or scale.shape != tiles:
+            raise CheckpointError(
+                f"{scale.name}: {str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}, expected floats {list(tiles)}, one a "
+                f"tile of {BLOCK} x {BLOCK} of {header.name} {list(header.shape)}"
+            )
     return Slab(header.name, header.file, header.start + start, header.dtype, shape, transposed, scale)
 
 
