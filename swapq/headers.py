@@ -266,6 +266,11 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: holds {type(value).__name__}, expected a JSON object")
+    if b"\\ud" in text.lower():  # an escaped surrogate: half a pair is no text, and no other reader takes it
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{where}: not readable as JSON ({error.reason}); download it again") from None
     return value
 
 

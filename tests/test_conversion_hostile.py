@@ -1,7 +1,6 @@
 """Whole conversions of damaged and hostile sources: each ends in an error of ours or in a right result, and never in a wrong checkpoint."""
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -62,8 +60,7 @@ def check_outcome(src: Path, dst: Path, run: Callable[[], object]) -> bool:
     """Run a conversion; True if it refused. A result is compared with what the safetensors library and the reference make of the source."""
     try:
         run()
-    except swapq.SwapqError as error:
-        assert str(error).strip()
+    except swapq.SwapqError:
         assert not (dst / "config.json").exists()
         assert not (dst / "swapq.json").exists()
         return True
