@@ -140,7 +140,9 @@ def _print_conversion(destination: Path, done: Any) -> None:
             f"{done.underflowed_blocks} non-zero blocks underflow to zeros (their scale is below E4M3's range)"
         )
     for name in done.left_out:
-        stderr.print(f"note: {name} was not copied: weights in a form that is never read")
+        stderr.print(
+            f"note: {name} was not copied: weights that are not the checkpoint's own, a linked folder, or no file"
+        )
 
 
 @app.command()

@@ -218,7 +218,8 @@ def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str],
 @contextmanager
 def _bar(total: int, start: int, *, show: bool) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
+    console = Console(stderr=True)  # a bar in a log file would be an empty line
+    with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
         task = bar.add_task("convert", total=total, completed=start)
         yield lambda count: bar.advance(task, count)
 

@@ -29,9 +29,16 @@ def check_folders(source: Path, destination: Path) -> None:
         )
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination}: is a file; name a folder")
+    scratch = destination / SCRATCH_NAME
+    if scratch.is_symlink() or (scratch.exists() and not scratch.is_dir()):
+        raise CheckpointError(
+            f"{scratch}: is not the scratch folder of a conversion; remove it or choose another folder"
+        )
     nearest = dst
     while not nearest.exists():
         nearest = nearest.parent
+    if not nearest.is_dir():
+        raise CheckpointError(f"{destination}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{nearest}: cannot be written by this user; change its mode or choose another destination"

@@ -58,7 +58,10 @@ def shard_bytes(size: "int | str") -> int:
         UnsupportedError: neither, or below 1.
     """
     try:
-        found = parse_size_to_int(size) if isinstance(size, str) else operator.index(size)
+        if isinstance(size, str):
+            found = int(size) if size.isascii() and size.isdigit() else parse_size_to_int(size)
+        else:
+            found = operator.index(size)
     except (ValueError, TypeError, OverflowError):
         raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from None
     if found < 1:
