@@ -264,7 +264,7 @@ def test_too_little_memory_is_said_with_the_number(src: Path, tmp_path: Path, mo
     real = torch.empty
 
     def empty(*shape: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") == torch.uint8 and shape[0] > 1000:
+        if options.get("dtype") == torch.uint8 and isinstance(shape[0], int) and shape[0] > 1000:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return real(*shape, **options)
 
@@ -286,6 +286,31 @@ def test_the_compiled_loops_work_where_nothing_can_be_cached(tmp_path: Path) -> 
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split(" ", 1) == ["True", f"{[[0x77] * 16]}\n"]
+
+
+@pytest.mark.parametrize("repository", ["a b/c", "a/b/c", "..", "", "x" * 200, "../x"])
+def test_a_repository_that_cannot_be_is_refused_before_the_conversion(
+    src: Path, tmp_path: Path, repository: str
+) -> None:
+    assert "is no repository on the Hub" in refused(src, tmp_path / "dst", "--push-to-hub", repository)
+    assert not (tmp_path / "dst").exists()
+    said = refused(src, tmp_path / "dst", "--push-to-hub", "me/it", "--base-model", "./folder")
+    assert "base_model is './folder'" in said
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_of_ours_and_the_folder_stays(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr(
+        "swapq.checkpoint.upload.HfApi", lambda token: HfApi(endpoint="http://127.0.0.1:9", token=token)
+    )
+    code, said = run("convert", src, tmp_path / "dst", "-r", "nvfp4-rl", "--push-to-hub", "me/it")
+    assert code == 2
+    assert "me/it: the Hub refused or cannot be reached" in said
+    assert swapq.verify(tmp_path / "dst").ok
 
 
 def test_exit_codes_are_0_1_and_2(src: Path, tmp_path: Path) -> None:
