@@ -2,10 +2,10 @@
 
     python benchmarks/convert.py --layers 4 --peers /path/to/peers
 
-Each row is a process of its own on the same synthetic checkpoint of Qwen3-30B-A3B's shape. Imports are outside the measured part, for
-everybody alike, and have a column of their own. `cp` and swapq run in turn, `--rounds` times, and the best time of each counts; the other
-converters run once. `--peers` is a folder that holds llmcompressor, its compressed-tensors and fireworks-prequant
-(`pip install --no-deps --target`); without it only `cp` and swapq run.
+Each row is a process of its own on the same synthetic checkpoint of Qwen3-30B-A3B's shape. Imports (of swapq: with the machine code of
+its loops, compiled once on a machine) are outside the measured part, for everybody alike, and have a column of their own. `cp` and
+swapq run in turn, `--rounds` times, and the best time of each counts; the other converters run once. `--peers` is a folder that holds
+llmcompressor, its compressed-tensors and fireworks-prequant (`pip install --no-deps --target`); without it only `cp` and swapq run.
 """
 
 import argparse
@@ -64,7 +64,11 @@ print("RESULT " + json.dumps({
     "peak": 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))),
 }))
 """
-SWAPQ_IMPORTS = "import swapq, swapq.checkpoint.conversion"
+SWAPQ_IMPORTS = """
+import swapq, swapq.checkpoint.conversion
+from swapq.kernels import cpu
+cpu.prepare()
+"""
 SWAPQ = """
 recipe = swapq.Recipe.named({recipe!r}, last_layers_bf16=0)
 swapq.convert_checkpoint({src!r}, {dst!r}, recipe, workers={workers}, progress=False)

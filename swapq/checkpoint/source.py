@@ -92,7 +92,7 @@ def quantized(unit: Quantize, files: SourceFiles, arena: Arena | None = None) ->
 
 def vanished_blocks(rows: Tensor, fmt: str, parts: Parts) -> int:
     """Non-zero blocks whose scale underflowed to zero (contract section 2)."""
-    zero = parts.scales.view(torch.uint8) == 0
-    if fmt != "nvfp4" or not bool(zero.any()):
+    scales = parts.scales.view(torch.uint8)
+    if fmt != "nvfp4" or not scales.numel() or scales.numpy().min() > 0:
         return 0
-    return int(rows.unflatten(-1, (-1, rows.shape[-1] // parts.scales.shape[-1]))[zero].ne(0).any(-1).sum())
+    return int(rows.unflatten(-1, (-1, rows.shape[-1] // parts.scales.shape[-1]))[scales == 0].ne(0).any(-1).sum())
