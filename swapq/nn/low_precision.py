@@ -77,7 +77,9 @@ class _MXFP8:
         grouped, x = dispatch.grouped(dy.device), Parts(saved[1], saved[2])
         if _has_kernels(dy):  # groups as they are: a block ends where its group does
             dy_columns = _column_kernels().column_values(dy, routing.counts)
-            return grouped.grouped_weight_grad(dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype)
+            return grouped.grouped_weight_grad(
+                dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype
+            )
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
         dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
         return grouped.grouped_weight_grad(
