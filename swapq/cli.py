@@ -112,6 +112,12 @@ def convert(
     """Convert a checkpoint, streaming. Run the same command again to finish an interrupted conversion."""
     from swapq.checkpoint.conversion import convert_checkpoint
 
+    if push_to_hub is not None:
+        from swapq.checkpoint.card import check_base_model, write_card
+        from swapq.checkpoint.upload import check_repository, upload
+
+        check_repository(push_to_hub)
+        check_base_model(base_model)
     done = convert_checkpoint(
         source, destination, recipe, layout=layout, workers=workers, overwrite=overwrite, max_shard_size=max_shard_size
     )
@@ -120,9 +126,6 @@ def convert(
     else:
         _print_conversion(destination, done)
     if push_to_hub is not None:
-        from swapq.checkpoint.card import write_card
-        from swapq.checkpoint.upload import upload
-
         command = f"swapq convert {source.name} {destination.name} --recipe {recipe} --layout {layout}"
         write_card(destination, base_model=base_model, source=source, command=command)
         stdout.print(f"uploaded: {upload(destination, push_to_hub)}")
@@ -140,7 +143,9 @@ def _print_conversion(destination: Path, done: Any) -> None:
             f"{done.underflowed_blocks} non-zero blocks underflow to zeros (their scale is below E4M3's range)"
         )
     for name in done.left_out:
-        stderr.print(f"note: {name} was not copied: weights in a form that is never read")
+        stderr.print(
+            f"note: {name} was not copied: weights that are not the checkpoint's own, a linked folder, or no file"
+        )
 
 
 @app.command()

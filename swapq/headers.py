@@ -8,6 +8,7 @@ Hub's cache is made of them. A file of the right length may still hold the wrong
 import json
 import math
 import os
+import stat
 import struct
 from collections import Counter
 from collections.abc import Mapping
@@ -89,12 +90,20 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, too large, not UTF-8, not JSON, not an object, or names a key twice.
     """
     try:
+        _require_file(path)
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a JSON file of a checkpoint")
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     return _object(text, str(path))
+
+
+def _require_file(path: Path) -> None:
+    """A pipe or a device would be waited for, or read without an end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder says so itself when it is opened
+        raise CheckpointError(f"{path}: cannot be read (neither a file nor a link to one)")
 
 
 def read_shard(path: Path) -> dict[str, TensorHeader]:
@@ -106,6 +115,7 @@ def read_shard(path: Path) -> dict[str, TensorHeader]:
     """
     where = path.name
     try:
+        _require_file(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             first = file.read(8)
@@ -266,6 +276,11 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: holds {type(value).__name__}, expected a JSON object")
+    if b"\\ud" in text.lower():  # an escaped surrogate: half a pair is no text, and no other reader takes it
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{where}: not readable as JSON ({error.reason}); download it again") from None
     return value
 
 

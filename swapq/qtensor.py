@@ -12,6 +12,7 @@ from torchao.utils import TorchAOBaseTensor
 from swapq import formats
 from swapq.errors import FormatError
 from swapq.formats import Format, Operand, Parts
+from swapq.kernels import dispatch
 
 __all__ = ["QTensor", "quantize", "require_finite"]
 
@@ -67,8 +68,12 @@ class QTensor(TorchAOBaseTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The value of every element in the contract's float32 order, rounded to ``dtype`` (default: the dtype it came from)."""
-        values = self.spec.dequantize(self.parts, scope=self.scope, axis=self.axis)
-        return values.to(dtype or self.source_dtype)
+        dtype = dtype or self.source_dtype
+        if dtype == torch.bfloat16:
+            values = dispatch.dequantize(self.parts, self.format, self.scope, self.axis)
+            if values is not None:
+                return values
+        return self.spec.dequantize(self.parts, scope=self.scope, axis=self.axis).to(dtype)
 
     def operand(self) -> Operand:
         """Exact BF16 values and the FP32 scale applied after the sum (contract section 3)."""
@@ -174,7 +179,9 @@ def quantize(
     if amax is not None:
         amax = _scope_amax(amax, form.part_shapes(tuple(x.shape), scope=scope, axis=axis)["global_scale"], x, fmt)
     with torch.no_grad():
-        parts = form.quantize(x.detach(), scope=scope, axis=axis, amax=amax)
+        parts = dispatch.quantize(x.detach(), fmt, scope, axis, amax)
+        if parts is None:
+            parts = form.quantize(x.detach(), scope=scope, axis=axis, amax=amax)
     return QTensor(parts.codes, parts.scales, fmt, scope, axis, x.dtype, parts.global_scale)
 
 

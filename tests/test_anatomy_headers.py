@@ -79,6 +79,8 @@ def test_shards_and_their_index_are_read_together(tmp_path):
         (b"[" * 100_000, b"", "not readable as JSON"),
         (b'{"a": ' + b"9" * 10_000 + b"}", b"", "JSON"),
         (b'{"a": 1, "a": 2}', b"", "key 'a' appears twice"),
+        (b'{"__metadata__": {"a": "\\uD800"}}', b"", "surrogates"),
+        (b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}', b"", "surrogates"),
     ],
 )
 def test_a_damaged_header_is_refused(tmp_path, header, data, says):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import swapq
 from swapq.checkpoint import conversion, preflight
-from tests.helpers.models import FAMILIES, prompts, qwen3_moe
+from tests.helpers.models import FAMILIES, prompts
 from tests.helpers.recipes import SERVED, tiny
 
 EXPORTED = [f for f in FAMILIES if f != "gpt_oss"]
@@ -445,8 +445,9 @@ def test_two_hundred_kills_at_random_moments_leave_nothing_loadable_but_wrong(tm
     import time
 
     src, dst = saved(tmp_path / "src"), tmp_path / "dst"
+    (src / "tokenizer.json").write_text("{}")
     convert(src, tmp_path / "whole", max_shard_size=30_000)
-    expected = file_hashes(tmp_path / "whole")
+    expected = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
     started = time.perf_counter()
     convert(src, tmp_path / "timed", max_shard_size=30_000)
     takes = time.perf_counter() - started
@@ -454,41 +455,22 @@ def test_two_hundred_kills_at_random_moments_leave_nothing_loadable_but_wrong(tm
     for kill in range(200):
         child = os.fork()
         if child == 0:
+            code = 3  # an error: the same command did not go on
             try:
                 convert(src, dst, workers=2, max_shard_size=30_000)
+                code = 0
             finally:
-                os._exit(0)
+                os._exit(code)
         time.sleep(random.Random(kill).uniform(0, 0.6 * takes))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = file_hashes(dst) if dst.exists() else {}
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, -signal.SIGKILL)
+        found = {p.name: p.read_bytes() for p in dst.iterdir() if p.is_file()} if dst.exists() else {}
         assert all(expected[name] == value for name, value in found.items())
-        if (dst / "config.json").exists():
-            assert found == expected
-        if (dst / "swapq.json").exists():
+        if "config.json" in found:
+            assert found.keys() | {"swapq.json"} == expected.keys()
+        if "swapq.json" in found:
             finished += 1
             subprocess.run(["rm", "-r", str(dst)], check=True)
     convert(src, dst, max_shard_size=30_000)
-    assert file_hashes(dst) == expected
-    assert finished < 200
-
-
-def test_memory_stays_within_the_stated_bound_on_a_checkpoint_fifty_times_larger(tmp_path: Path) -> None:
-    """Measured in a fresh process: peak resident memory above what the program itself takes after one small conversion."""
-    qwen3_moe(hidden_size=128, moe_intermediate_size=64, num_experts=64, num_hidden_layers=12).to(
-        torch.bfloat16
-    ).save_pretrained(tmp_path / "src", max_shard_size="4MB")
-    saved(tmp_path / "small")
-    script = (
-        "import resource, swapq, json\n"
-        f"swapq.convert_checkpoint({str(tmp_path / 'small')!r}, {str(tmp_path / 's')!r}, 'nvfp4-rl', progress=False)\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "before = peak()\n"
-        f"done = swapq.convert_checkpoint({str(tmp_path / 'src')!r}, {str(tmp_path / 'd')!r}, 'nvfp4-rl', progress=False)\n"
-        "print(json.dumps([peak() - before, done.memory_bound]))\n"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    grown, bound = json.loads(out.strip().splitlines()[-1])
-    size = sum(p.stat().st_size for p in (tmp_path / "src").glob("*.safetensors"))
-    assert size > 50 * bound
-    assert grown < bound + 24e6  # headers of 2,300 tensors and the plan are the program's own
+    assert {p.name: p.read_bytes() for p in dst.iterdir()} == expected
+    assert 0 < finished < 200

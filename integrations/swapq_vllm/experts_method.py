@@ -15,7 +15,7 @@ from swapq_vllm.built import built
 from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
-from swapq_vllm.ops import CAPTURABLE, routed_experts
+from swapq_vllm.ops import capturable, routed_experts
 from swapq_vllm.soundness import unsound
 
 if TYPE_CHECKING:
@@ -120,16 +120,23 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
                 f"how far a row scale reaches; start with tensor_parallel_size={self.expert_tp} (or expert parallelism), or convert with "
                 f"expert_tp={tp}"
             )
-        if current_platform.is_cuda_alike() and not CAPTURABLE and captures_graphs():
-            raise UnsupportedError(
-                f"{self.prefix}: swapq's experts cannot be captured into CUDA graphs in this version; start with enforce_eager=True"
-            )
         act = layer.activation.value
         if act not in _GATES:
             raise UnsupportedError(
                 f"{self.prefix}: activation {act!r} has no exact counterpart here; known are {', '.join(_GATES)}"
             )
         self.act, self.gated = _GATES[act]
+        shapes = ((2 * inner, hidden), (hidden, inner))
+        if (
+            current_platform.is_cuda_alike()
+            and captures_graphs()
+            and not capturable(torch.device("cuda"), self.format, self.activations, self.act, self.gated, *shapes)
+        ):
+            raise UnsupportedError(
+                f"{self.prefix}: {self.format} experts with {self.activations} rows, hidden size {hidden}, intermediate size {inner} and "
+                f"activation {act} have no kernels on this GPU that a CUDA graph can hold (nvfp4 or mxfp8, gated, sizes that are multiples "
+                "of 32, a Hopper GPU); start with enforce_eager=True"
+            )
         options = {
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,
             "swiglu_limit": getattr(layer, "swiglu_limit", None) is not None,

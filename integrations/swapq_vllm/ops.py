@@ -1,10 +1,11 @@
 """The plugin's custom ops: the trainer's expert block and linear, opaque to torch.compile, with weights passed as flat tensors.
 
-On CUDA the bodies run the same torch code, whose routing reads token counts on the host: right, but it synchronizes and cannot be
-captured into a CUDA graph (serve with ``enforce_eager=True`` there). Kernels without that limit replace what
-``swapq.kernels.dispatch`` returns; these signatures stay.
+On a Hopper GPU NVFP4 and MXFP8 run on kernels that a CUDA graph can hold. Where they do not reach (other
+formats, other GPUs, odd shapes) the bodies run torch code whose routing reads token counts on the host: right, but it synchronizes and
+cannot be captured; the experts' method says so when the engine starts (:func:`capturable`).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -12,14 +13,19 @@ from torch import Tensor
 
 from swapq import formats
 from swapq.formats import Operand, Parts
+from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear, expert_block
-from swapq.nn.gate import Gate
+from swapq.nn.gate import Gate, activation_table
 
-__all__ = ["CAPTURABLE", "routed_experts", "stacked_linear"]
+__all__ = ["capturable", "routed_experts", "stacked_linear"]
 
-#: whether the bodies can be captured into a CUDA graph
-CAPTURABLE = False
+
+def capturable(
+    device: torch.device, stored: str, activations: str, act: str, gated: bool, *shapes: Sequence[int]
+) -> bool:
+    """Whether experts with weights of these ``shapes`` run on kernels that a CUDA graph can hold."""
+    return gated and all(dispatch.fast(device, stored, activations, shape) for shape in shapes)
 
 
 @lru_cache(maxsize=16)
@@ -34,6 +40,10 @@ def _operand(weight: list[Tensor], stored: str) -> Operand:
     name, _, scope = stored.partition(":")
     form = formats.get(name)
     return form.operand(form.loaded(Parts(*weight)), scope=scope or form.default_scope, axis=-1)
+
+
+def _logical(weight: list[Tensor], stored: str) -> tuple[int, ...]:
+    return formats.get(stored.partition(":")[0]).logical_shape(weight[0])
 
 
 @torch.library.custom_op("swapq::routed_experts", mutates_args=())
@@ -61,6 +71,21 @@ def routed_experts(
         activations: format of the rows.
         act, gated: the gate.
     """
+    if stored and capturable(
+        x.device, stored, activations, act, gated, _logical(gate_up, stored), _logical(down, stored)
+    ):
+        from swapq.kernels import fast
+
+        return fast.stored_block(
+            x.to(torch.bfloat16).contiguous(),
+            topk_ids.contiguous(),
+            topk_weights.float().contiguous(),
+            Parts(*gate_up),
+            Parts(*down),
+            stored,
+            activation_table(act, x.device),
+            local_of=None if expert_map is None else expert_map.to(torch.int32),
+        )
     ids = topk_ids if expert_map is None else expert_map[topk_ids.to(torch.int64)]
     first, second = _operand(gate_up, stored), _operand(down, stored.partition(":")[0])
     return expert_block(
@@ -93,6 +118,12 @@ def _(
 @torch.library.custom_op("swapq::stacked_linear", mutates_args=())
 def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored: str, activations: str) -> Tensor:
     """``x [..., K]`` through one quantized linear, BF16 ``[..., N]``. Weights as in :func:`routed_experts`, without the expert axis."""
+    if stored and dispatch.fast(x.device, stored, activations, _logical(weight, stored)):
+        from swapq.kernels import fast
+
+        parts = Parts(weight[0][None], weight[1][None], weight[2].reshape(1) if len(weight) > 2 else None)
+        rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+        return fast.dense_rows(rows, parts, stored, None if bias is None else bias[None]).unflatten(0, x.shape[:-1])
     values, scale = _operand(weight, stored)
     linear = FrozenExpertLinear(
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]

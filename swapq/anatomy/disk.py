@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ def of_folder(folder: Folder) -> Anatomy:
 def _check_layers(anatomy: Anatomy, config: Mapping[str, Any]) -> None:
     text = text_config(config)
     seen = {t.layer for t in anatomy.tensors if t.note not in UNTOUCHED}
-    absent = [f"layers.{i}" for i in range(anatomy.num_layers) if i not in seen]
+    absent = list(islice((f"layers.{i}" for i in range(anatomy.num_layers) if i not in seen), 4))
     if absent:
         raise AnatomyError(
-            f"config.json says {anatomy.num_layers} layers; no tensor of {', '.join(absent[:4])} is in the files"
+            f"config.json says {anatomy.num_layers} layers; no tensor of {', '.join(absent)} is in the files"
         )
     family = FAMILIES.get(anatomy.family)
     quantization = anatomy.quantization

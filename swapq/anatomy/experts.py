@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 from swapq.anatomy.config import integer
@@ -130,9 +131,10 @@ def _single(
     held = {expert for expert, _ in group.single}
     count = stated if stated is not None else max(held, default=-1) + 1
     where = "config" if stated is not None else "highest expert"
-    missing = [
+    absent = (
         f"{group.prefix}.{e}.{parts[s]}.weight" for e in range(count) for s in sides if (e, s) not in group.single
-    ]
+    )
+    missing = list(islice(absent, len(held) + 5))  # the count is the config's, which may claim a billion
     if missing:
         raise AnatomyError(
             f"{group.prefix}: the {where} says {count} experts, {len(held)} are there; missing {_some(missing)}; download the model again "

@@ -14,7 +14,7 @@ from swapq.errors import CheckpointError
 from swapq.headers import read_folder
 from swapq.recipe import Recipe
 
-__all__ = ["model_card", "write_card"]
+__all__ = ["check_base_model", "model_card", "write_card"]
 
 _FORMATS = {
     "nvfp4": "NVFP4 (E2M1 codes, one E4M3 scale per 16, one FP32 scale per expert; gate and up share it)",
@@ -29,6 +29,18 @@ _LOADERS = {
     "modelopt": "Stock vLLM, SGLang and TensorRT-LLM read it as a ModelOpt checkpoint. `input_scale` is the neutral 1.0.",
     "compressed-tensors": "Stock vLLM reads it as a compressed-tensors checkpoint. `input_global_scale` is the neutral 1.0.",
 }
+
+
+def check_base_model(base_model: str | None) -> None:
+    """Refuse a base model that is a folder or otherwise no ``owner/name``.
+
+    Raises:
+        CheckpointError: with the name.
+    """
+    if base_model is not None and (
+        base_model.count("/") != 1 or base_model.startswith((".", "/")) or "\\" in base_model
+    ):
+        raise CheckpointError(f"base_model is {base_model!r}; name the repository on the Hub, owner/name, not a folder")
 
 
 def model_card(
@@ -51,10 +63,7 @@ def model_card(
     Raises:
         CheckpointError: the folder does not verify, or base_model is a path.
     """
-    if base_model is not None and (
-        base_model.count("/") != 1 or base_model.startswith((".", "/")) or "\\" in base_model
-    ):
-        raise CheckpointError(f"base_model is {base_model!r}; name the repository on the Hub, owner/name, not a folder")
+    check_base_model(base_model)
     folder = read_folder(folder_path(directory))
     described = describe_folder(folder)
     report = verify(directory, source=source)

@@ -27,10 +27,11 @@ from rich.progress import (
 
 from swapq.checkpoint import layouts
 from swapq.checkpoint.job import Job, Shard
+from swapq.checkpoint.others import Others
 from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion, read_record
 from swapq.checkpoint.stream import stream
-from swapq.checkpoint.writer import publish, shard_bytes, write_json
+from swapq.checkpoint.writer import shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
 from swapq.plan import Plan, plan
@@ -38,21 +39,8 @@ from swapq.recipe import Recipe
 
 __all__ = ["Conversion", "convert_checkpoint"]
 
-#: files that hold weights in some form: shards are made anew, the rest is never read or copied
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".pkl",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".safetensors.index.json",
-)
-_NEVER = {"config.json", "hf_quant_config.json", RECORD_NAME, INDEX_NAME, "pytorch_model.bin.index.json"}
+#: more threads than this help nobody
+_MOST_WORKERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +52,8 @@ class Conversion:
         shards: shard -> bytes, SHA-256 and underflowed blocks.
         already_done: the destination was finished before, and nothing was touched.
         resumed: shards that an earlier run had finished.
-        left_out: files of the source that were not copied, because they hold weights in a form that is never read.
+        left_out: files of the source that were not copied: weights in a form that is never read, weights beside the ones that the
+            index lists, linked folders, and what is no file.
         memory_bound: bytes that the workers held at most, beside the program itself.
     """
 
@@ -104,8 +93,9 @@ def convert_checkpoint(
         destination: a new or empty folder, or one of an interrupted run of the same conversion.
         recipe: see :func:`swapq.convert`.
         layout: one of :func:`swapq.checkpoint.layouts.names`.
-        workers: threads; the bytes written do not depend on it.
-        overwrite: replace what an earlier conversion wrote to the destination.
+        workers: threads, 1 to 256; the bytes written do not depend on it.
+        overwrite: replace what an earlier conversion wrote to the destination. An unfinished run of this very conversion is gone on
+            with, unless ``resume`` is False.
         resume: go on where an interrupted run of the same conversion stopped.
         max_shard_size: bytes, or a string such as ``"5GB"``.
         progress: show a bar with rate and time left on stderr.
@@ -118,36 +108,61 @@ def convert_checkpoint(
         UnsupportedError: an unknown layout, or a family that no engine reads per expert.
     """
     src, dst = Path(source), Path(destination)
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise UnsupportedError(f"workers is {workers!r}; give a number from 1")
+    if not isinstance(workers, int) or isinstance(workers, bool) or not 1 <= workers <= _MOST_WORKERS:
+        raise UnsupportedError(f"workers is {workers!r}; give a number from 1 to {_MOST_WORKERS}")
+    try:
+        return _convert(src, dst, recipe, layout, workers, overwrite, resume, max_shard_size, show=progress)
+    except OSError as error:
+        where = error.filename or destination
+        raise CheckpointError(
+            f"{where}: {error.strerror or error}; make room or repair it, and run the same command again"
+        ) from error
+
+
+def _convert(
+    src: Path,
+    dst: Path,
+    recipe: "str | Recipe | Mapping[str, Any] | os.PathLike[str]",
+    layout: str,
+    workers: int,
+    overwrite: bool,
+    resume: bool,
+    max_shard_size: "int | str",
+    *,
+    show: bool,
+) -> Conversion:
     the_plan = plan(src, recipe)
     the_plan.recipe.require_rollout("a conversion writes what engines serve")
     job = Job.of(the_plan, read_folder(src), layouts.get(layout), shard_bytes(max_shard_size))
     check_folders(src, dst)
+    scratch = dst / SCRATCH_NAME
     if not overwrite and is_complete(job, dst):
+        shutil.rmtree(scratch, ignore_errors=True)  # stopped after the record and before this
         record = read_json(dst / RECORD_NAME)
         return Conversion(job.plan, record["shards"], True, 0, (), 0)
+    others = Others.of(src, job.source.files)
     state = resumable(job, dst, overwrite=overwrite, resume=resume)
-    check_space(job, dst, state.finished(dst) if state else set())
+    check_space(job, others, dst, state.finished(dst) if state else set())
     config = _config(job)
 
-    made, scratch = not dst.exists(), dst / SCRATCH_NAME
     try:
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
-            f"{destination}: cannot be made ({error.strerror or error}); choose another folder"
-        ) from None
+        raise CheckpointError(f"{dst}: cannot be made ({error.strerror or error}); choose another folder") from None
     with _alone(scratch):
         if state is None:
-            _clear(dst, scratch) if not made else None
-            state = Progress.start(scratch, job.fingerprint)
+            _clear(dst, scratch)
+            state = Progress.start(scratch, job)
         done = state.finished(dst)
-        _stream(job, dst, scratch, state, done, workers, show=progress)
-        left_out = _copy_others(src, dst)
-        _finish(job, dst, state, config)
+        _stream(job, dst, scratch, state, done, workers, show=show)
+        if job.source_mtime_ns() > state.source_mtime_ns:
+            raise CheckpointError(
+                f"{src}: was modified while it was converted; pass --overwrite to convert what it is now"
+            )
+        others.copy(dst, scratch)
+        _finish(job, dst, scratch, state, others, config)
     shutil.rmtree(scratch)
-    return Conversion(job.plan, dict(state.shards), False, len(done), left_out, job.memory_bound(workers))
+    return Conversion(job.plan, dict(state.shards), False, len(done), others.left_out, job.memory_bound(workers))
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -174,12 +189,22 @@ def _alone(scratch: Path) -> Iterator[None]:
 
 def _clear(dst: Path, scratch: Path) -> None:
     """Remove what an earlier conversion wrote, the config first: from here on the folder is no checkpoint."""
-    for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json"):
+    copied = _copied(dst)
+    for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json", *copied):
         (dst / name).unlink(missing_ok=True)
-    for path in dst.glob("*.safetensors"):
+    for path in (*dst.glob("*.safetensors"), *scratch.glob("*.partial"), *scratch.glob(".*.tmp")):
         path.unlink()
-    for path in scratch.glob("*.partial"):
-        path.unlink()
+
+
+def _copied(dst: Path) -> list[str]:
+    """What an earlier conversion copied from its source, by its record: a tokenizer of another model must not stay."""
+    try:
+        listed = (read_record(dst) or {}).get("files")
+    except CheckpointError:
+        return []
+    names = [Path(name) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    inside = [p for p in names if not p.is_absolute() and ".." not in p.parts and (dst / p).is_file()]
+    return [str(p) for p in inside if (dst / p).parent.resolve().is_relative_to(dst.resolve())]
 
 
 def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str], workers: int, *, show: bool) -> None:
@@ -196,41 +221,23 @@ def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str],
 @contextmanager
 def _bar(total: int, start: int, *, show: bool) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not show) as bar:
+    console = Console(stderr=True)  # a bar in a log file would be an empty line
+    with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
         task = bar.add_task("convert", total=total, completed=start)
         yield lambda count: bar.advance(task, count)
 
 
-def _copy_others(src: Path, dst: Path) -> tuple[str, ...]:
-    """Tokenizer, chat template, code and whatever else lies beside the weights, byte for byte. Names of what was left out."""
-    left_out = []
-    for path in sorted(src.rglob("*")):
-        relative = path.relative_to(src)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file() or str(relative) in _NEVER:
-            continue
-        if path.name.endswith(_WEIGHTS):
-            if not (len(relative.parts) == 1 and path.suffix == ".safetensors"):
-                left_out.append(str(relative))
-            continue
-        target = dst / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp")
-        shutil.copyfile(path, temporary)
-        publish(temporary, target)
-    return tuple(left_out)
-
-
-def _finish(job: Job, dst: Path, state: Progress, config: dict[str, Any]) -> None:
+def _finish(job: Job, dst: Path, scratch: Path, state: Progress, others: Others, config: dict[str, Any]) -> None:
     if len(job.shards) > 1:
         size = sum(len(s.header) for s in job.shards)
-        write_json(
-            dst / INDEX_NAME, {"metadata": {"total_size": job.output_bytes - size}, "weight_map": job.weight_map}
-        )
+        index = {"metadata": {"total_size": job.output_bytes - size}, "weight_map": job.weight_map}
+        write_json(dst / INDEX_NAME, index, scratch=scratch)
     for name, content in job.layout.extra_files(job.plan).items():
-        write_json(dst / name, content)
-    write_json(dst / "config.json", config)
+        write_json(dst / name, content, scratch=scratch)
+    _fsync(dst)  # the names of the shards last before the config does
+    write_json(dst / "config.json", config, scratch=scratch)
     _fsync(dst)
-    write_json(dst / RECORD_NAME, completion(job, state.shards))
+    write_json(dst / RECORD_NAME, completion(job, state, others.names), scratch=scratch)
     _fsync(dst)
 
 

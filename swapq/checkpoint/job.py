@@ -13,10 +13,12 @@ from swapq.checkpoint.units import Unit, units_of
 from swapq.headers import DTYPES, Folder
 from swapq.plan import Plan
 
-__all__ = ["CONVERSION_VERSION", "Job", "Shard"]
+__all__ = ["CONVERSION_VERSION", "HASH_BUFFER", "Job", "Shard"]
 
 #: changes when the bytes that a conversion writes change
 CONVERSION_VERSION = 1
+#: a finished shard is hashed in pieces of this size
+HASH_BUFFER = 1 << 18
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -67,8 +69,13 @@ class Job:
         return sum(shard.nbytes for shard in self.shards)
 
     def memory_bound(self, workers: int) -> int:
-        """Bytes that the workers hold at most, beside the program itself: the largest unit each."""
-        return workers * max((unit.held_bytes for shard in self.shards for unit in shard.units), default=0)
+        """Bytes that the workers hold at most, beside the program itself: the largest unit each, or a buffer to hash from."""
+        units = (unit.held_bytes for shard in self.shards for unit in shard.units)
+        return workers * max(HASH_BUFFER, max(units, default=0))
+
+    def source_mtime_ns(self) -> int:
+        """Newest modification time of the source's shards, now."""
+        return max((self.source.path / file).stat().st_mtime_ns for file in self.source.files)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:

@@ -3,8 +3,10 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from swapq.checkpoint.job import Job
+from swapq.checkpoint.others import Others
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record
 from swapq.errors import CheckpointError
 
@@ -27,9 +29,16 @@ def check_folders(source: Path, destination: Path) -> None:
         )
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination}: is a file; name a folder")
+    scratch = destination / SCRATCH_NAME
+    if scratch.is_symlink() or (scratch.exists() and not scratch.is_dir()):
+        raise CheckpointError(
+            f"{scratch}: is not the scratch folder of a conversion; remove it or choose another folder"
+        )
     nearest = dst
     while not nearest.exists():
         nearest = nearest.parent
+    if not nearest.is_dir():
+        raise CheckpointError(f"{destination}: {nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{nearest}: cannot be written by this user; change its mode or choose another destination"
@@ -44,13 +53,13 @@ def check_folders(source: Path, destination: Path) -> None:
                 )
 
 
-def check_space(job: Job, destination: Path, done: set[str]) -> None:
+def check_space(job: Job, others: Others, destination: Path, done: set[str]) -> None:
     """Room for what is still to be written.
 
     Raises:
         CheckpointError: with the bytes needed and free.
     """
-    needed = sum(shard.nbytes for shard in job.shards if shard.file not in done) + _MARGIN
+    needed = sum(shard.nbytes for shard in job.shards if shard.file not in done) + others.nbytes + _MARGIN
     nearest = destination.resolve()
     while not nearest.exists():
         nearest = nearest.parent
@@ -81,24 +90,37 @@ def is_complete(job: Job, destination: Path) -> bool:
             raise CheckpointError(
                 f"{path}: is not the shard that {RECORD_NAME} records; pass --overwrite to make it again"
             )
-    if _newest(job) > (destination / RECORD_NAME).stat().st_mtime:
+    if job.source_mtime_ns() > _recorded_mtime(record):
         raise CheckpointError(
             f"{destination}: the source was modified after it was converted; pass --overwrite to convert it again"
         )
     return True
 
 
+def _recorded_mtime(record: dict[str, Any]) -> int:
+    source = record.get("source")
+    mtime = source.get("mtime_ns") if isinstance(source, dict) else None
+    return mtime if type(mtime) is int else 0
+
+
 def resumable(job: Job, destination: Path, *, overwrite: bool, resume: bool) -> Progress | None:
-    """Progress of an interrupted run of the same conversion, None to start afresh in an empty or new folder.
+    """Progress of an interrupted run of the same conversion, None to start afresh.
+
+    With ``overwrite``, an unfinished run of the same conversion is gone on with too, so that the same command finishes its own work;
+    whatever else is there is replaced.
 
     Raises:
         CheckpointError: the folder is not empty and holds no such run.
     """
     scratch = destination / SCRATCH_NAME
-    if overwrite or not destination.is_dir() or not any(destination.iterdir()):
+    if not destination.is_dir():
         return None
+    if overwrite:
+        return _own(job, destination) if resume else None
     progress = Progress.load(scratch, job.fingerprint)
     if progress is None:
+        if {path.name for path in destination.iterdir()} <= {SCRATCH_NAME}:  # empty, or stopped before its first note
+            return None
         raise CheckpointError(
             f"{destination}: is not empty and holds no unfinished conversion; choose another folder or pass --overwrite"
         )
@@ -106,12 +128,19 @@ def resumable(job: Job, destination: Path, *, overwrite: bool, resume: bool) -> 
         raise CheckpointError(
             f"{destination}: holds an unfinished conversion; allow resume=True, or pass overwrite=True"
         )
-    if _newest(job) > progress.path.stat().st_mtime:
+    if job.source_mtime_ns() > progress.source_mtime_ns:
         raise CheckpointError(
             f"{destination}: the source was modified while it was converted; pass --overwrite to start again"
         )
     return progress
 
 
-def _newest(job: Job) -> float:
-    return max((job.source.path / file).stat().st_mtime for file in job.source.files)
+def _own(job: Job, destination: Path) -> Progress | None:
+    """Progress of this very conversion of a source that did not change since; None for whatever else is there."""
+    try:
+        progress = Progress.load(destination / SCRATCH_NAME, job.fingerprint)
+    except CheckpointError:
+        return None
+    if progress is None or (destination / RECORD_NAME).exists() or job.source_mtime_ns() > progress.source_mtime_ns:
+        return None
+    return progress

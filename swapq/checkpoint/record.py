@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from swapq._version import __version__
 from swapq.checkpoint.job import CONVERSION_VERSION, Job
@@ -13,22 +13,40 @@ from swapq.errors import CheckpointError
 from swapq.headers import read_json
 from swapq.recipe import Recipe
 
-__all__ = ["RECORD_NAME", "SCRATCH_NAME", "Progress", "completion", "exported", "read_record", "sha256_of"]
+__all__ = [
+    "PROGRESS_NAME",
+    "RECORD_NAME",
+    "SCRATCH_NAME",
+    "Progress",
+    "completion",
+    "exported",
+    "read_record",
+    "sha256_of",
+]
 
 #: written last, in the destination
 RECORD_NAME = "swapq.json"
 #: folder inside the destination for what is not whole; removed at the end
 SCRATCH_NAME = ".swapq"
-_PROGRESS_NAME = "progress.json"
+#: in the scratch folder
+PROGRESS_NAME = "progress.json"
 _HASH_BUFFER = 1 << 22
 
 
 @dataclass
 class Progress:
-    """Shards that an unfinished conversion has published, with what the record will say of each."""
+    """Shards that an unfinished conversion has published, with what the record will say of each.
+
+    Attributes:
+        path: the file.
+        fingerprint: of the job.
+        source_mtime_ns: newest modification time of a source shard when the conversion began.
+        shards: shard -> bytes, SHA-256 and underflowed blocks.
+    """
 
     path: Path
     fingerprint: str
+    source_mtime_ns: int
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -36,9 +54,9 @@ class Progress:
         """The progress of an earlier run of the same conversion; None if there is none.
 
         Raises:
-            CheckpointError: the folder holds another conversion, unfinished.
+            CheckpointError: the folder holds another conversion, unfinished, or a file of that name that is no progress.
         """
-        path = scratch / _PROGRESS_NAME
+        path = scratch / PROGRESS_NAME
         if not path.exists():
             return None
         content = read_json(path)
@@ -47,19 +65,24 @@ class Progress:
                 f"{scratch.parent}: holds an unfinished conversion of another source, recipe, layout or shard size; finish it with "
                 "its own command, choose another destination, or pass --overwrite"
             )
-        shards = content.get("shards")
-        return cls(path, fingerprint, shards if isinstance(shards, dict) else {})
+        shards, mtime = content.get("shards"), content.get("source_mtime_ns")
+        if not _is_shard_table(shards) or type(mtime) is not int:
+            raise CheckpointError(f"{path}: is no progress of a conversion; pass --overwrite to start again")
+        return cls(path, fingerprint, mtime, shards)
 
     @classmethod
-    def start(cls, scratch: Path, fingerprint: str) -> "Progress":
+    def start(cls, scratch: Path, job: Job) -> "Progress":
         scratch.mkdir(parents=True, exist_ok=True)
-        fresh = cls(scratch / _PROGRESS_NAME, fingerprint)
+        fresh = cls(scratch / PROGRESS_NAME, job.fingerprint, job.source_mtime_ns())
         fresh.save()
         return fresh
 
     def save(self) -> None:
         """Write the progress, whole or not at all."""
-        write_json(self.path, {"fingerprint": self.fingerprint, "shards": self.shards})
+        write_json(
+            self.path,
+            {"fingerprint": self.fingerprint, "source_mtime_ns": self.source_mtime_ns, "shards": self.shards},
+        )
 
     def finished(self, folder: Path) -> set[str]:
         """Shards that are there with the size that was recorded."""
@@ -80,7 +103,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     record = read_json(path)
-    if not isinstance(record.get("fingerprint"), str) or not isinstance(record.get("shards"), dict):
+    if not isinstance(record.get("fingerprint"), str) or not _is_shard_table(record.get("shards")):
         raise CheckpointError(f"{path}: is no completion record of swapq; remove it or choose another destination")
     return record
 
@@ -110,8 +133,17 @@ def exported(recipe: Recipe, layout: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def completion(job: Job, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The completion record of a job whose shards are all published."""
+def _is_shard_table(shards: object) -> TypeGuard[dict[str, dict[str, Any]]]:
+    """Plain file names, each with an object: what the names lead to is looked at."""
+    return isinstance(shards, dict) and all(
+        isinstance(said, dict) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+        for name, said in shards.items()
+    )
+
+
+def completion(job: Job, state: Progress, others: tuple[str, ...]) -> dict[str, Any]:
+    """The completion record of a job whose shards are all published and whose ``others`` are copied."""
+    shards: Mapping[str, Mapping[str, Any]] = state.shards
     return {
         "swapq": __version__,
         "conversion": CONVERSION_VERSION,
@@ -119,7 +151,12 @@ def completion(job: Job, shards: Mapping[str, Mapping[str, Any]]) -> dict[str, A
         "recipe": job.plan.recipe.to_dict(),
         "layout": job.layout.name,
         "max_shard_size": job.max_shard_size,
-        "source": {"headers_sha256": job.source_hashes, "bytes": job.source.nbytes},
+        "source": {
+            "headers_sha256": job.source_hashes,
+            "bytes": job.source.nbytes,
+            "mtime_ns": state.source_mtime_ns,
+        },
         "shards": {name: dict(shards[name]) for name in sorted(shards)},
+        "files": list(others),
         "underflowed_blocks": sum(int(said.get("underflowed_blocks", 0)) for said in shards.values()),
     }

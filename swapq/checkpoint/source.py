@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from swapq import formats
+from swapq.checkpoint.arena import Arena
 from swapq.checkpoint.raw import as_bytes
-from swapq.checkpoint.units import Quantize, Slab, Target
+from swapq.checkpoint.units import BLOCK, Quantize, Slab, Target
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
 from swapq.kernels import cpu
 from swapq.qtensor import require_finite
 
 __all__ = ["SourceFiles", "matrix_of", "quantized", "vanished_blocks"]
-
-_BLOCK = 128  # tile of a block-FP8 source
 
 
 class SourceFiles:
@@ -43,8 +42,10 @@ class SourceFiles:
                 )
             done += got
 
-    def tensor(self, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Tensor:
-        raw = torch.empty(shape, dtype=dtype)
+    def tensor(
+        self, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], what: str, arena: Arena | None = None
+    ) -> Tensor:
+        raw = torch.empty(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
         self.read_into(file, start, as_bytes(raw), what)
         return raw
 
@@ -53,30 +54,32 @@ class SourceFiles:
             os.close(descriptor)
 
 
-def matrix_of(slab: Slab, files: SourceFiles) -> Tensor:
-    """A slab's matrix in BF16 ``[N, K]``, block-FP8 dequantized exactly first (contract section 7)."""
-    x = files.tensor(slab.file, slab.start, slab.dtype, slab.shape, slab.name)
+def matrix_of(slab: Slab, files: SourceFiles, arena: Arena | None = None) -> Tensor:
+    """A slab's matrix in BF16 ``[N, K]``, block-FP8 dequantized exactly first (contract section 7). In ``arena``, where one is given."""
+    arena = arena or Arena()
+    x = files.tensor(slab.file, slab.start, slab.dtype, slab.shape, slab.name, arena)
     if slab.scale is not None:
         scale = files.tensor(
             slab.scale.file, slab.scale.start, slab.scale.dtype, slab.scale.shape, slab.scale.name
         ).float()
-        wide = scale.repeat_interleave(_BLOCK, 0)[: x.shape[0]].repeat_interleave(_BLOCK, 1)[:, : x.shape[1]]
-        if wide.shape != x.shape:
-            raise CheckpointError(
-                f"{slab.scale.name}: shape {list(scale.shape)} does not cover {slab.name} {list(x.shape)} in blocks of {_BLOCK}"
-            )
-        x = x.float() * wide
-    x = x.to(torch.bfloat16)
-    return x.t().contiguous() if slab.transposed else x
+        wide = scale.repeat_interleave(BLOCK, 0)[: x.shape[0]].repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+        x = x.float()
+        x *= wide
+    if slab.transposed:
+        x = x.t()
+    if x.dtype == torch.bfloat16 and x.is_contiguous():
+        return x
+    return arena.take((x.shape[0], x.shape[1]), torch.bfloat16).copy_(x)
 
 
-def quantized(unit: Quantize, files: SourceFiles) -> Iterator[tuple[Target, Tensor, Parts]]:
-    """``(target, its BF16 rows, codes and scales)`` of each weight of a unit.
+def quantized(unit: Quantize, files: SourceFiles, arena: Arena | None = None) -> Iterator[tuple[Target, Tensor, Parts]]:
+    """``(target, its BF16 rows, codes and scales)`` of each weight of a unit; in ``arena``, where one is given.
 
     Raises:
         FormatError: a weight that is not finite, by name.
     """
-    matrices = [matrix_of(slab, files) for slab in unit.slabs]
+    arena = arena or Arena()
+    matrices = [matrix_of(slab, files, arena) for slab in unit.slabs]
     amaxes = [cpu.bf16_amax(m) for m in matrices]
     for slab, matrix, amax in zip(unit.slabs, matrices, amaxes, strict=True):
         if not torch.isfinite(amax):
@@ -85,7 +88,7 @@ def quantized(unit: Quantize, files: SourceFiles) -> Iterator[tuple[Target, Tens
     for target in unit.targets:
         rows = matrices[target.slab][target.first : target.first + target.rows]
         joint = shared if formats.get(target.fmt).shares_scale else None
-        yield target, rows, cpu.quantize_matrix(rows, target.fmt, joint)
+        yield target, rows, cpu.quantize_matrix(rows, target.fmt, joint, empty=arena.take)
 
 
 def vanished_blocks(rows: Tensor, fmt: str, parts: Parts) -> int:

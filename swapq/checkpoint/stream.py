@@ -9,18 +9,17 @@ from pathlib import Path
 
 import torch
 
-from swapq.checkpoint.job import Job, Shard
+from swapq.checkpoint.arena import Arena
+from swapq.checkpoint.job import HASH_BUFFER, Job, Shard
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.raw import as_bytes
 from swapq.checkpoint.source import SourceFiles, matrix_of, quantized, vanished_blocks
 from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Quantize, Unit
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
+from swapq.kernels import cpu
 
 __all__ = ["stream"]
-
-_HASH_BUFFER = 1 << 20
-_BLOCK = 128  # tile of a block-FP8 source
 
 
 class _Output:
@@ -48,16 +47,24 @@ class _Output:
             self.left -= 1
             return self.left == 0
 
-    def publish(self, target: Path) -> str:
-        """Make the file durable, hash it, give it its name; the SHA-256."""
+    def publish(self, target: Path, arena: Arena) -> str:
+        """Make the file durable and hash it, both at the same time, and give it its name; the SHA-256."""
         os.ftruncate(self.descriptor, self.shard.nbytes)
-        os.fsync(self.descriptor)
-        digest, position = hashlib.sha256(), 0
-        while chunk := os.pread(self.descriptor, _HASH_BUFFER, position):
-            digest.update(chunk)
-            position += len(chunk)
+        with ThreadPoolExecutor(1, thread_name_prefix="swapq-fsync") as beside:
+            durable = beside.submit(os.fsync, self.descriptor)
+            sha256 = self._sha256(arena)
+            durable.result()
         self.close()
         os.replace(self.temporary, target)
+        return sha256
+
+    def _sha256(self, arena: Arena) -> str:
+        arena.begin(HASH_BUFFER)
+        buffer = as_bytes(arena.take((HASH_BUFFER,), torch.uint8))
+        digest, position = hashlib.sha256(), 0
+        while count := os.preadv(self.descriptor, [buffer], position):
+            digest.update(buffer[:count])
+            position += count
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -93,17 +100,21 @@ def stream(
     underflowed: dict[str, int] = dict.fromkeys(outputs, 0)
     lock = threading.Lock()
     stop = threading.Event()
+    own = threading.local()
+    cpu.prepare()
 
     def work(output: _Output, unit: Unit) -> None:
         if stop.is_set():
             return
         output.open()
-        vanished = _carry_out(unit, job.layout, files, output)
+        arena = own.__dict__.setdefault("arena", Arena())
+        arena.begin(unit.arena_bytes)
+        vanished = _carry_out(unit, job.layout, files, output, arena)
         on_bytes(unit.source_bytes)
         with lock:
             underflowed[output.shard.file] += vanished
         if output.finished_unit():
-            sha256 = output.publish(folder / output.shard.file)
+            sha256 = output.publish(folder / output.shard.file, arena)
             with lock:
                 on_shard(output.shard, sha256, underflowed[output.shard.file])
 
@@ -147,19 +158,19 @@ def _raise_first(done: "set[Future[None]]", stop: threading.Event) -> None:
             raise error
 
 
-def _carry_out(unit: Unit, layout: Layout, files: SourceFiles, output: _Output) -> int:
+def _carry_out(unit: Unit, layout: Layout, files: SourceFiles, output: _Output, arena: Arena) -> int:
     """Make and write one unit; how many non-zero blocks vanished."""
     if isinstance(unit, Copy):
-        _copy(unit.source, files, output)
+        _copy(unit.source, files, output, arena)
         return 0
     if isinstance(unit, Expand):
-        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(matrix_of(unit.slab, files)))
+        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(matrix_of(unit.slab, files, arena)))
         return 0
-    return _quantize(unit, layout, files, output)
+    return _quantize(unit, layout, files, output, arena)
 
 
-def _copy(source: TensorHeader, files: SourceFiles, output: _Output) -> None:
-    buffer = memoryview(bytearray(min(COPY_BUFFER, source.nbytes)))
+def _copy(source: TensorHeader, files: SourceFiles, output: _Output, arena: Arena) -> None:
+    buffer = as_bytes(arena.take((min(COPY_BUFFER, source.nbytes),), torch.uint8))
     position, into = source.start, output.shard.offsets[source.name]
     while position < source.end:
         piece = buffer[: source.end - position]
@@ -168,9 +179,9 @@ def _copy(source: TensorHeader, files: SourceFiles, output: _Output) -> None:
         position, into = position + len(piece), into + len(piece)
 
 
-def _quantize(unit: Quantize, layout: Layout, files: SourceFiles, output: _Output) -> int:
+def _quantize(unit: Quantize, layout: Layout, files: SourceFiles, output: _Output, arena: Arena) -> int:
     vanished = 0
-    for target, rows, parts in quantized(unit, files):
+    for target, rows, parts in quantized(unit, files, arena):
         vanished += vanished_blocks(rows, target.fmt, parts)
         for name, tensor in layout.encode(target.weight, target.fmt, parts).items():
             output.write(output.shard.offsets[name], as_bytes(tensor))

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from swapq.anatomy import Anatomy, ExpertsLayout, TensorInfo
+from swapq.checkpoint.arena import aligned
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import Folder, TensorHeader
 from swapq.plan import Plan, PlanEntry
 
-__all__ = ["Copy", "Expand", "Quantize", "Slab", "Target", "Unit", "units_of"]
+__all__ = ["BLOCK", "Copy", "Expand", "Quantize", "Slab", "Target", "Unit", "units_of"]
+
+#: tile of a block-FP8 source
+BLOCK = 128
+#: bytes of a tensor that goes through as it is are moved in pieces of this size
+COPY_BUFFER = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,23 @@ class Slab:
     scale: TensorHeader | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+    def elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def source_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize + (self.scale.nbytes if self.scale else 0)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The source's bytes and, where they are not the BF16 matrix already, that matrix."""
+        other = self.dtype != torch.bfloat16 or self.transposed
+        return aligned(self.elements * self.dtype.itemsize) + (aligned(2 * self.elements) if other else 0)
+
+    @property
+    def float_bytes(self) -> int:
+        """float32 values and scales while a block-FP8 slab is dequantized."""
+        return 8 * self.elements + self.scale.nbytes if self.scale else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +77,17 @@ class Quantize:
 
     @property
     def source_bytes(self) -> int:
-        return sum(s.nbytes + (s.scale.nbytes if s.scale else 0) for s in self.slabs)
+        return sum(s.source_bytes for s in self.slabs)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The source, its BF16 form, codes and scales."""
+        return sum(s.arena_bytes for s in self.slabs) + sum(aligned(o.nbytes) for o in self.outputs)
 
     @property
     def held_bytes(self) -> int:
-        """What a worker holds at most while it works on this unit: the source, its BF16 form, codes and scales."""
-        bf16 = sum(2 * s.shape[0] * s.shape[1] * (2 if s.dtype != torch.bfloat16 else 1) for s in self.slabs)
-        fp8 = sum(8 * s.shape[0] * s.shape[1] for s in self.slabs if s.scale)
-        return self.source_bytes + bf16 + fp8 + sum(o.nbytes for o in self.outputs)
+        """What a worker holds at most while it works on this unit."""
+        return self.arena_bytes + max(s.float_bytes for s in self.slabs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +99,15 @@ class Expand:
 
     @property
     def source_bytes(self) -> int:
-        return self.slab.nbytes + (self.slab.scale.nbytes if self.slab.scale else 0)
+        return self.slab.source_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slab.arena_bytes
 
     @property
     def held_bytes(self) -> int:
-        return self.source_bytes + 10 * self.slab.shape[0] * self.slab.shape[1]
+        return self.arena_bytes + self.slab.float_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +122,20 @@ class Copy:
         return self.source.nbytes
 
     @property
+    def arena_bytes(self) -> int:
+        return aligned(min(self.source.nbytes, COPY_BUFFER))
+
+    @property
     def held_bytes(self) -> int:
-        return min(self.source.nbytes, COPY_BUFFER)
+        return self.arena_bytes
 
-
-COPY_BUFFER = 4 << 20
 
 Unit = Quantize | Expand | Copy
+
+_SCALES = ("_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
+_LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int32)
+#: dtypes in which the scale of a block-FP8 weight is a number
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
 def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
@@ -115,6 +150,7 @@ def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
     paired: set[str] = set()
     by_weight = _sources(plan)
     for entry, info in zip(plan.entries, plan.anatomy.tensors, strict=True):
+        _check_scale_name(entry.name, folder)
         if entry.format == "dropped":
             continue
         if not entry.quantized:
@@ -122,6 +158,20 @@ def units_of(plan: Plan, folder: Folder, layout: Layout) -> list[Unit]:
         elif entry.name not in paired:
             made.extend(_quantized(entry, info, plan.anatomy, folder, layout, by_weight, paired))
     return made
+
+
+def _check_scale_name(name: str, folder: Folder) -> None:
+    """A scale belongs to a low-precision weight beside it: alone, or beside a plain one, it says that something is missing or wrong."""
+    suffix = next((s for s in _SCALES if name.endswith(s)), None)
+    if suffix is None:
+        return
+    weight = f"{name.removesuffix(suffix)}{'' if suffix == '_scale_inv' else '.weight'}"
+    found = folder.tensors.get(weight)
+    if found is None or found.dtype not in _LOW:
+        state = "missing" if found is None else f"{found.dtype}, which has no scale"
+        raise CheckpointError(
+            f"{name}: is the scale of a quantized weight, and {weight} is {state}; the checkpoint is damaged, download it again"
+        )
 
 
 def _sources(plan: Plan) -> dict[str, str]:
@@ -150,6 +200,12 @@ def _slab(
         scale = folder.tensors.get(f"{header.name}_scale_inv")
         if scale is None:
             raise CheckpointError(f"{header.name}: FP8 without {header.name}_scale_inv; the checkpoint is incomplete")
+        tiles = (-(-header.shape[-2] // BLOCK), -(-header.shape[-1] // BLOCK))
+        if scale.dtype not in _SCALE_DTYPES or scale.shape != tiles:
+            raise CheckpointError(
+                f"{scale.name}: {str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}, expected floats {list(tiles)}, one a "
+                f"tile of {BLOCK} x {BLOCK} of {header.name} {list(header.shape)}"
+            )
     return Slab(header.name, header.file, header.start + start, header.dtype, shape, transposed, scale)
 
 

@@ -79,7 +79,7 @@ def verify(
     try:
         folder = read_folder(folder_path(directory))
         described = describe_folder(folder)
-    except SwapqError as error:
+    except (SwapqError, OSError) as error:
         report.problems.append(str(error))
         return report
     if (folder.path / SCRATCH_NAME).exists():
@@ -95,15 +95,15 @@ def verify(
         report.problems.extend(layout.contradictions(entry, folder.path))
     except SwapqError as error:
         report.problems.append(str(error))
-    _hashes(folder, report, progress)
     files = SourceFiles(folder.path)
     try:
+        _hashes(folder, report, progress)
         _values(folder, described, layout, known, files, report, progress)
         if source is not None:
             compare(
                 folder, described, layout, Path(source), files, report.tensors, report.problems, report.totals, progress
             )
-    except SwapqError as error:
+    except (SwapqError, OSError) as error:
         report.problems.append(str(error))
     finally:
         files.close()
@@ -193,10 +193,10 @@ def _complete_experts(described: Described, folder: Folder, report: Verification
         if dot and index.isdigit():
             seen.setdefault((f"{head}.experts", rest), set()).add(int(index))
     for (prefix, rest), found in seen.items():
-        absent = sorted(set(range(expected)) - found)
-        if absent:
+        absent = next((i for i in range(expected) if i not in found), None)
+        if absent is not None:
             report.problems.append(
-                f"{prefix}.{absent[0]}.{rest}: missing; config.json says {expected} experts, {len(found)} have {rest}"
+                f"{prefix}.{absent}.{rest}: missing; config.json says {expected} experts, {len(found)} have {rest}"
             )
 
 

@@ -1,9 +1,10 @@
-"""Shards written whole or not at all: a temporary beside the target, fsync, the umask's mode, then a rename."""
+"""Files written whole or not at all: a temporary beside the target, fsync, the umask's mode, then a rename."""
 
 import json
 import operator
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,23 +23,30 @@ _INDEX = "model.safetensors.index.json"
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Give a finished file the mode that the umask gives, make it durable, and rename it into place."""
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(temporary, 0o666 & ~umask)
+    """Make a finished file durable and rename it into place."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, target)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _new_file_mode(directory: Path) -> int:
+    """The mode that the umask gives a new file here. Asked of the system: to read the umask is to change it for every thread."""
+    probe = directory / f".mode.{secrets.token_hex(4)}.tmp"
+    probe.touch()
+    try:
+        return stat.S_IMODE(probe.stat().st_mode)
+    finally:
+        probe.unlink()
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, scratch: Path | None = None) -> None:
     """Write ``content`` to ``path``, whole or not at all."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n", scratch=scratch)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in UTF-8, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+def write_text(path: Path, text: str, *, scratch: Path | None = None) -> None:
+    """Write ``text`` to ``path`` in UTF-8, whole or not at all. A kill may leave a temporary, in ``scratch`` where it is given."""
+    temporary = (scratch or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
     temporary.write_text(text, encoding="utf-8")
     publish(temporary, path)
 
@@ -50,8 +58,11 @@ def shard_bytes(size: "int | str") -> int:
         UnsupportedError: neither, or below 1.
     """
     try:
-        found = parse_size_to_int(size) if isinstance(size, str) else operator.index(size)
-    except (ValueError, TypeError):
+        if isinstance(size, str):
+            found = int(size) if size.isascii() and size.isdigit() else parse_size_to_int(size)
+        else:
+            found = operator.index(size)
+    except (ValueError, TypeError, OverflowError):
         raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from None
     if found < 1:
         raise UnsupportedError(f"max_shard_size is {size!r}; give at least one byte")
@@ -125,7 +136,9 @@ class ShardWriter:
             if old.name not in named:
                 old.unlink()
         weight_map: dict[str, str] = {}
+        mode = _new_file_mode(self.directory)
         for (temporary, names), file in zip(self.shards, named, strict=True):
+            os.chmod(temporary, mode)  # safetensors makes files that only their owner can read
             publish(temporary, self.directory / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:

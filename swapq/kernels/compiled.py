@@ -1,8 +1,11 @@
 """The contract's quantizers as compiled loops over BF16 bits (numba). Imported through ``cpu.py``, which falls back to the reference.
 
-Every arithmetic line is one IEEE float32 operation: LLVM may neither contract, reorder nor flush (``fastmath=False``). Loops work on
-pieces that stay in the first-level cache and have no branches, so that they vectorize.
+Every arithmetic line is one IEEE float32 operation: LLVM may neither contract, reorder nor flush (``fastmath=False``). Loops run over
+slices from 0, without branches and on pieces that stay in the first-level cache: with an offset in the index they do not vectorize.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
@@ -11,8 +14,7 @@ from swapq.formats.mxfp8 import ONE_OVER_448
 
 __all__ = ["amax", "mxfp8", "nvfp4"]
 
-F, U = np.float32, np.uint32
-_jit = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+F, U, H = np.float32, np.uint32, np.uint16
 
 _PIECE = 4096
 _ONE_OVER_448 = F(ONE_OVER_448)
@@ -22,128 +24,178 @@ _SUBNORMAL_BITS = U(0x46800000)
 _SMALLEST_NORMAL = U(0x3C800000)  # 2^-6
 
 
+def _jit(function: Callable[..., Any]) -> Any:
+    """Compile on first use; without a place to keep the machine code (read-only package and home), once per process."""
+    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:
+        return numba.njit(function, **options)
+
+
 @_jit
 def amax(bits: np.ndarray) -> np.uint16:
     """Largest magnitude of BF16 ``bits``, as bits: NaN is above Inf is above every number."""
-    top = np.uint16(0)
+    top = H(0)
     for i in range(bits.size):
-        top = max(top, bits[i] & np.uint16(0x7FFF))
+        top = max(top, bits[i] & H(0x7FFF))
     return top
 
 
 @_jit
-def _e4m3(magnitude: np.ndarray, shifted: np.ndarray, codes: np.ndarray) -> None:
-    """E4M3 codes of float32 magnitudes of at most 448, nearest even. ``shifted`` is scratch."""
-    bits = magnitude.view(np.uint32)
-    for i in range(magnitude.size):
-        shifted[i] = magnitude[i] + _SUBNORMAL
-    low = shifted.view(np.uint32)
-    for i in range(magnitude.size):
-        u = bits[i]
-        normal = ((u + U(0x7FFFF) + ((u >> U(20)) & U(1))) >> U(20)) - U(960)
-        codes[i] = np.uint8(normal if u >= _SMALLEST_NORMAL else low[i] - _SUBNORMAL_BITS)
+def _halved(values: np.ndarray, into: np.ndarray) -> None:
+    """The larger of each two neighbours."""
+    for i in range(into.size):
+        into[i] = max(values[2 * i], values[2 * i + 1])
 
 
 @_jit
-def _e4m3_values(codes: np.ndarray, values: np.ndarray) -> None:
-    """float32 values of E4M3 codes without sign."""
-    bits = values.view(np.uint32)
-    for i in range(codes.size):
-        q = U(codes[i])
-        normal = (q << U(20)) + U(960 << 20)
-        bits[i] = normal
-    for i in range(codes.size):
-        if codes[i] < 8:
-            values[i] = F(codes[i]) * F(0.001953125)
+def _doubled(values: np.ndarray, into: np.ndarray) -> None:
+    """Each value twice."""
+    for i in range(values.size):
+        into[2 * i] = values[i]
+        into[2 * i + 1] = values[i]
+
+
+@_jit
+def _e4m3(magnitude: np.float32) -> np.uint32:
+    """E4M3 code of a float32 magnitude of at most 448, nearest even."""
+    m = F(magnitude)
+    u = m.view(np.uint32)
+    normal = U((u + U(0x7FFFF) + ((u >> U(20)) & U(1))) >> U(20)) - U(960)
+    shifted = F(m + _SUBNORMAL)
+    low = shifted.view(np.uint32) - _SUBNORMAL_BITS
+    return U(normal) if u >= _SMALLEST_NORMAL else U(low)
+
+
+@_jit
+def _e4m3_value(code: np.uint32) -> np.float32:
+    """float32 value of an E4M3 code without sign."""
+    bits = U((code << U(20)) + U(960 << 20))
+    return F(code) * F(0.001953125) if code < U(8) else bits.view(np.float32)
+
+
+@_jit
+def _e2m1(y: np.float32) -> np.uint32:
+    """E2M1 code of a float32 magnitude, nearest even, saturating: how many of the seven midpoints lie below."""
+    return (
+        U(y > F(0.25))
+        + U(y >= F(0.75))
+        + U(y > F(1.25))
+        + U(y >= F(1.75))
+        + U(y > F(2.5))
+        + U(y >= F(3.5))
+        + U(y > F(5.0))
+    )
+
+
+@_jit
+def _magnitudes(bits: np.ndarray, into: np.ndarray) -> None:
+    for i in range(bits.size):
+        into[i] = bits[i] & H(0x7FFF)
+
+
+@_jit
+def _nvfp4_scales(
+    top: np.ndarray, mult: np.float32, decode: np.float32, scales: np.ndarray, factor: np.ndarray
+) -> None:
+    """Block scales and the factors of their elements, from the blocks' largest magnitudes."""
+    for b in range(scales.size):
+        word = U(U(top[b]) << U(16))
+        code = _e4m3(min(word.view(F) * mult, F(448.0)))
+        scales[b] = np.uint8(code)
+        factor[b] = min(F(1.0) / (_e4m3_value(code) * decode), _F32_MAX)
+
+
+@_jit
+def _nvfp4_codes(bits: np.ndarray, factor: np.ndarray, nibbles: np.ndarray) -> None:
+    for i in range(bits.size):
+        word = U(U(bits[i]) << U(16))
+        nibbles[i] = np.uint8(_e2m1(abs(word.view(F) * factor[i])) | ((word >> U(28)) & U(8)))
+
+
+@_jit
+def _packed(nibbles: np.ndarray, into: np.ndarray) -> None:
+    """Two codes a byte; little-endian, so the even element is the low half of a pair."""
+    pair = nibbles.view(np.uint16)
+    for i in range(into.size):
+        into[i] = np.uint8(pair[i] | (pair[i] >> H(4)))
 
 
 @_jit
 def nvfp4(bits: np.ndarray, mult: np.float32, decode: np.float32, codes: np.ndarray, scales: np.ndarray) -> None:
     """NVFP4 of BF16 ``bits`` (blocks of 16 in order), given ``S / 6`` and G. ``codes`` has half a byte, ``scales`` a 16th per element."""
-    word = np.empty(_PIECE, np.uint32)
-    x = word.view(np.float32)
-    top = np.empty(_PIECE // 16, np.uint32)
-    scale = np.empty(_PIECE // 16, np.float32)
-    shifted = np.empty(_PIECE // 16, np.float32)
-    factor = np.empty(_PIECE // 16, np.float32)
-    nibble = np.empty(_PIECE, np.uint32)  # as wide as the comparisons, so that they vectorize without repacking
-    pair = nibble.view(np.uint64)
-    block_amax = top.view(np.float32)
+    x1, x2, x4 = np.empty(_PIECE, np.uint16), np.empty(_PIECE // 2, np.uint16), np.empty(_PIECE // 4, np.uint16)
+    x8, top = np.empty(_PIECE // 8, np.uint16), np.empty(_PIECE // 16, np.uint16)
+    f1, f2, f4 = np.empty(_PIECE, np.float32), np.empty(_PIECE // 2, np.float32), np.empty(_PIECE // 4, np.float32)
+    f8, factor = np.empty(_PIECE // 8, np.float32), np.empty(_PIECE // 16, np.float32)
+    nibbles = np.empty(_PIECE, np.uint8)
     for start in range(0, bits.size, _PIECE):
-        count = min(_PIECE, bits.size - start)
-        blocks = count // 16
-        for i in range(count):
-            word[i] = U(bits[start + i]) << U(16)
-        for b in range(blocks):
-            largest = U(0)
-            for j in range(16):
-                largest = max(largest, word[b * 16 + j] & U(0x7FFFFFFF))
-            top[b] = largest
-        for b in range(blocks):
-            scale[b] = min(block_amax[b] * mult, F(448.0))
-        out = scales[start // 16 : start // 16 + blocks]
-        _e4m3(scale[:blocks], shifted[:blocks], out)
-        _e4m3_values(out, scale[:blocks])
-        for b in range(blocks):
-            factor[b] = min(F(1.0) / (scale[b] * decode), _F32_MAX)
-        for b in range(blocks):
-            t = factor[b]
-            for j in range(16):
-                i = b * 16 + j
-                y = abs(x[i] * t)
-                code = (
-                    U(y > F(0.25))
-                    + U(y >= F(0.75))
-                    + U(y > F(1.25))
-                    + U(y >= F(1.75))
-                    + U(y > F(2.5))
-                    + U(y >= F(3.5))
-                    + U(y > F(5.0))
-                )
-                nibble[i] = code | ((word[i] >> U(28)) & U(8))
-        half = start // 2
-        for i in range(count // 2):
-            both = pair[i]  # little-endian: the even element in the low word
-            codes[half + i] = np.uint8((both | (both >> np.uint64(28))) & np.uint64(0xFF))
+        piece = bits[start : start + _PIECE]
+        _magnitudes(piece, x1)
+        _halved(x1, x2)
+        _halved(x2, x4)
+        _halved(x4, x8)
+        _halved(x8, top)
+        _nvfp4_scales(top, mult, decode, scales[start // 16 : (start + _PIECE) // 16], factor)
+        _doubled(factor, f8)
+        _doubled(f8, f4)
+        _doubled(f4, f2)
+        _doubled(f2, f1)
+        _nvfp4_codes(piece, f1, nibbles)
+        _packed(nibbles, codes[start // 2 : (start + _PIECE) // 2])
+
+
+@_jit
+def _mxfp8_scales(top: np.ndarray, scales: np.ndarray, inverse: np.ndarray) -> None:
+    """Block exponents, and the bits of the factors of their elements, from the blocks' largest magnitudes."""
+    for b in range(scales.size):
+        word = U(U(top[b]) << U(16))
+        wanted = F(word.view(F) * _ONE_OVER_448)
+        u = wanted.view(np.uint32)
+        exponent, mantissa = u >> U(23), u & U(0x7FFFFF)
+        if mantissa > U(0) and exponent != U(254) and not (exponent == U(0) and mantissa <= U(0x400000)):
+            exponent += U(1)
+        scales[b] = np.uint8(exponent)
+        inverse[b] = U(0x00400000) if exponent == U(254) else (U(254) - exponent) << U(23)
+
+
+@_jit
+def _mxfp8_codes(bits: np.ndarray, factor: np.ndarray, codes: np.ndarray) -> None:
+    for i in range(bits.size):
+        word = U(U(bits[i]) << U(16))
+        code = _e4m3(min(abs(word.view(F) * factor[i]), F(448.0)))
+        codes[i] = np.uint8(code | ((word >> U(24)) & U(0x80)))
 
 
 @_jit
 def mxfp8(bits: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
     """MXFP8 of BF16 ``bits`` (blocks of 32 in order). ``codes`` has a byte per element, ``scales`` one per block."""
-    word = np.empty(_PIECE, np.uint32)
-    x = word.view(np.float32)
-    magnitude = np.empty(_PIECE, np.float32)
-    shifted = np.empty(_PIECE, np.float32)
-    top = np.empty(_PIECE // 32, np.uint32)
-    block_amax = top.view(np.float32)
-    wanted = np.empty(_PIECE // 32, np.float32)
-    wanted_bits = wanted.view(np.uint32)
-    inverse = np.empty(_PIECE // 32, np.uint32)
+    x1, x2, x4 = np.empty(_PIECE, np.uint16), np.empty(_PIECE // 2, np.uint16), np.empty(_PIECE // 4, np.uint16)
+    x8, x16, top = (
+        np.empty(_PIECE // 8, np.uint16),
+        np.empty(_PIECE // 16, np.uint16),
+        np.empty(_PIECE // 32, np.uint16),
+    )
+    f1, f2, f4 = np.empty(_PIECE, np.float32), np.empty(_PIECE // 2, np.float32), np.empty(_PIECE // 4, np.float32)
+    f8, f16, inverse = (
+        np.empty(_PIECE // 8, np.float32),
+        np.empty(_PIECE // 16, np.float32),
+        np.empty(_PIECE // 32, np.uint32),
+    )
     factor = inverse.view(np.float32)
     for start in range(0, bits.size, _PIECE):
-        count = min(_PIECE, bits.size - start)
-        blocks = count // 32
-        for i in range(count):
-            word[i] = U(bits[start + i]) << U(16)
-        for b in range(blocks):
-            largest = U(0)
-            for j in range(32):
-                largest = max(largest, word[b * 32 + j] & U(0x7FFFFFFF))
-            top[b] = largest
-        for b in range(blocks):
-            wanted[b] = block_amax[b] * _ONE_OVER_448
-        for b in range(blocks):
-            u = wanted_bits[b]
-            exponent, mantissa = u >> U(23), u & U(0x7FFFFF)
-            if mantissa > U(0) and exponent != U(254) and not (exponent == U(0) and mantissa <= U(0x400000)):
-                exponent += U(1)
-            scales[start // 32 + b] = np.uint8(exponent)
-            inverse[b] = U(0x00400000) if exponent == U(254) else (U(254) - exponent) << U(23)
-        for b in range(blocks):
-            t = factor[b]
-            for j in range(32):
-                magnitude[b * 32 + j] = min(abs(x[b * 32 + j] * t), F(448.0))
-        out = codes[start : start + count]
-        _e4m3(magnitude[:count], shifted[:count], out)
-        for i in range(count):
-            out[i] = out[i] | np.uint8((word[i] >> U(24)) & U(0x80))
+        piece = bits[start : start + _PIECE]
+        _magnitudes(piece, x1)
+        _halved(x1, x2)
+        _halved(x2, x4)
+        _halved(x4, x8)
+        _halved(x8, x16)
+        _halved(x16, top)
+        _mxfp8_scales(top, scales[start // 32 : (start + _PIECE) // 32], inverse)
+        _doubled(factor, f16)
+        _doubled(f16, f8)
+        _doubled(f8, f4)
+        _doubled(f4, f2)
+        _doubled(f2, f1)
+        _mxfp8_codes(piece, f1, codes[start : start + _PIECE])

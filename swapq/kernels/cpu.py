@@ -4,6 +4,7 @@ Values must be finite: the caller checks the amax, as it must anyway to name the
 """
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from swapq import formats
 from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4, ONE_SIXTH
 
-__all__ = ["bf16_amax", "compiled", "quantize_matrix"]
+__all__ = ["bf16_amax", "compiled", "prepare", "quantize_matrix"]
 
 
 @cache
@@ -28,6 +29,12 @@ def compiled() -> ModuleType | None:
     return loops
 
 
+def prepare() -> None:
+    """Load (the first time on a machine: compile) the loops now, in this thread, so that no worker waits for it."""
+    for fmt in ("nvfp4", "mxfp8"):
+        quantize_matrix(torch.zeros(1, 32, dtype=torch.bfloat16), fmt)
+
+
 def bf16_amax(x: Tensor) -> Tensor:
     """float32 0-dim amax of contiguous BF16 ``x``. NaN and Inf show."""
     loops = compiled()
@@ -37,14 +44,27 @@ def bf16_amax(x: Tensor) -> Tensor:
     return torch.tensor([top], dtype=torch.int16).view(torch.bfloat16)[0].float()
 
 
-def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
-    """Codes and scales of a finite, contiguous BF16 matrix ``[N, K]``; NVFP4 takes the scope's float32 ``amax`` (tensor scope)."""
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def quantize_matrix(
+    x: Tensor,
+    fmt: str,
+    amax: Tensor | None = None,
+    *,
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = _empty,
+) -> Parts:
+    """Codes and scales of a finite, contiguous BF16 matrix ``[N, K]``; NVFP4 takes the scope's float32 ``amax`` (tensor scope).
+
+    ``empty`` gives the memory that compiled loops write to.
+    """
     loops, form = compiled(), formats.get(fmt)
     if loops is None or fmt not in ("nvfp4", "mxfp8"):
         return form.quantize(x, scope=form.default_scope, axis=-1, amax=amax)
     form.check_length(x.shape[-1])
     shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
-    codes, scales = (torch.empty(shapes[part], dtype=torch.uint8) for part in ("codes", "scales"))
+    codes, scales = (empty(shapes[part], torch.uint8) for part in ("codes", "scales"))
     flat = codes.numpy().reshape(-1), scales.numpy().reshape(-1)
     if fmt == "mxfp8":
         loops.mxfp8(_bits(x), *flat)

@@ -1,13 +1,21 @@
-"""Which implementation runs. A table read at call time: no definition depends on the hardware."""
+"""Which implementation runs. Decided by device, format and shape alone, so that a trainer and an engine on equal GPUs decide alike."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
+from swapq.errors import UnsupportedError
+from swapq.formats import Parts
 from swapq.kernels import reference
 
-__all__ = ["Choice", "choices", "grouped"]
+__all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
+
+_MODES = ("auto", "reference")
+_mode = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +28,102 @@ class Choice:
     note: str
 
 
+@contextmanager
+def use(mode: str) -> Iterator[None]:
+    """Inside, ``"reference"`` runs the torch definition on every device; ``"auto"`` is the default. Process-wide.
+
+    Raises:
+        UnsupportedError: another mode.
+    """
+    global _mode
+    if mode not in _MODES:
+        raise UnsupportedError(f"kernels {mode!r} are not known; use one of {', '.join(_MODES)}")
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def kernels(device: torch.device) -> bool:
+    """Whether swapq's CUDA kernels run on ``device``: a Hopper GPU.
+
+    Later ones could run them, but that their two products add in one order has been measured on Hopper alone.
+    """
+    return _mode == "auto" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def fast(device: torch.device, weights: str, activations: str, shape: Sequence[int], slices: int = 1) -> bool:
+    """Whether a linear of weight ``shape`` ``[..., N, K]`` runs on ``swapq.kernels.fast``; else on the reference (other bits)."""
+    if not kernels(device) or weights != activations or slices != 1:
+        return False
+    from swapq.kernels.fast import fits
+
+    return fits(weights, shape[-2], shape[-1])
+
+
 def grouped(device: torch.device) -> ModuleType:
     """The module whose ``product`` and ``grouped_*`` functions run on ``device``."""
-    return reference
+    if not kernels(device):
+        return reference
+    from swapq.kernels import tensor_cores
+
+    return tensor_cores
+
+
+def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) -> Parts | None:
+    """The bytes of ``Format.quantize`` from a kernel, or None where there is none for this tensor."""
+    if x.dtype != torch.bfloat16 or x.dim() < 2 or not x.numel() or not kernels(x.device):
+        return None
+    from swapq.kernels.cuda import quantize as cuda
+
+    if fmt == "mxfp8" and axis == -2:
+        return _columns(x) if x.shape[-1] % 2 == 0 else None
+    if fmt == "mxfp8" or (fmt == "nvfp4" and scope == "tensor"):
+        return cuda.quantize_matrix(x.contiguous(), fmt, amax)
+    if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
+        return cuda.quantize_rows(x.contiguous(), fmt)
+    return None
+
+
+def dequantize(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:
+    """``bf16(Format.dequantize)`` from a kernel, or None where there is none for this tensor."""
+    if axis != -1 or fmt not in ("nvfp4", "mxfp8") or scope == "tile" or not kernels(parts.codes.device):
+        return None
+    from swapq.kernels.cuda import quantize as cuda
+
+    if parts.codes.dim() < 2 or not parts.codes.numel() or cuda.length(parts, fmt) % 8:
+        return None
+    scale = None if parts.global_scale is None else parts.global_scale.contiguous()
+    return cuda.dequantize(Parts(parts.codes.contiguous(), parts.scales.contiguous(), scale), fmt)
+
+
+def _columns(x: Tensor) -> Parts:
+    from swapq.kernels.cuda import columns
+
+    lead, rows = x.shape[:-2], x.shape[-2]
+    codes, scales, _ = columns.quantize_columns(x.contiguous().flatten(0, -2), (rows,) * lead.numel())
+    return Parts(codes.view(x.shape), scales.view(*lead, -1, x.shape[-1]))
 
 
 def choices() -> list[Choice]:
     """The table for this machine."""
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    note = "float64 sums in tiles of fixed height: exact, batch-invariant"
-    work = ("quantize rows and weights", "grouped GEMM, forward and backward", "MXFP8 linear")
+    exact = "float64 sums in tiles of fixed height: exact, batch-invariant"
+    cpu = [
+        Choice("quantize rows and weights", "cpu", "torch reference", "contract order"),
+        Choice("grouped GEMM, forward and backward", "cpu", "torch reference", exact),
+        Choice("linear", "cpu", "torch reference", exact),
+    ]
+    if not torch.cuda.is_available():
+        return cpu
+    if not kernels(torch.device("cuda")):
+        return cpu + [Choice(c.work, "cuda", c.implementation, c.note) for c in cpu]
+    same = "one order of float32 sums, whatever the batch: trainer and engine have the same bits"
     return [
-        Choice(w, d, "torch reference", note if "GEMM" in w or "linear" in w else "contract order")
-        for d in devices
-        for w in work
+        *cpu,
+        Choice("quantize nvfp4, mxfp8", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
+        Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
+        Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),
+        Choice("gradients", "cuda", "torch grouped GEMM", "BF16 operands, float32 sums"),
+        Choice("fp8_block, int4, expert_tp slices", "cuda", "torch reference", exact),
     ]

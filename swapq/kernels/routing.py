@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 __all__ = ["Routing"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Routing:
     """Routed slots sorted by expert (stable: a group keeps token order).
 
@@ -46,6 +47,18 @@ class Routing:
     def tokens(self) -> Tensor:
         """Token row of each routed slot, int64 ``[R]``."""
         return self.slots // self.top_k
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Row at which each expert's group ends, int32 ``[E]``."""
+        return torch.tensor(self.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.slots.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Row of each slot in routed order, int32 ``[T * k]``; -1 where its expert is not here."""
+        rows = torch.full((self.num_tokens * self.top_k,), -1, dtype=torch.int32, device=self.slots.device)
+        rows[self.slots] = torch.arange(self.slots.numel(), dtype=torch.int32, device=self.slots.device)
+        return rows
 
     def groups(self) -> Iterator[tuple[int, slice]]:
         """``(expert, its rows)`` for every expert that has rows."""

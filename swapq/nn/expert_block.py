@@ -13,11 +13,14 @@ from swapq.formats import Operand, Parts
 from swapq.formats.fp8_block import BLOCK
 from swapq.kernels import dispatch, sliced
 from swapq.kernels.routing import Routing
+from swapq.nn.combine import combine
 from swapq.nn.gate import Gate
+from swapq.qtensor import QTensor
 
 __all__ = [
     "ExpertLinear",
     "FrozenExpertLinear",
+    "StoredExpertLinear",
     "expert_block",
     "gathered",
     "routed_linear",
@@ -42,8 +45,9 @@ def row_parts(x: Tensor, activations: str, slices: int = 1) -> Parts:
     """
     if activations == "bf16":
         return Parts(x, x.new_empty(0))
-    form = formats.get(activations)
-    return form.quantize(x.unflatten(-1, (slices, -1)) if slices > 1 else x, scope=_row_scope(activations), axis=-1)
+    form, scope = formats.get(activations), _row_scope(activations)
+    parts = dispatch.quantize(x, activations, scope, -1, None) if slices == 1 else None
+    return parts or form.quantize(x.unflatten(-1, (slices, -1)) if slices > 1 else x, scope=scope, axis=-1)
 
 
 def row_operand(parts: Parts, activations: str, slices: int = 1) -> Operand:
@@ -62,6 +66,10 @@ def row_values(parts: Parts, activations: str, slices: int = 1) -> Tensor:
     """``bf16(x_hat)``: the dequantized rows ``[M, K]``."""
     if activations == "bf16":
         return parts.codes
+    if slices == 1:
+        values = dispatch.dequantize(parts, activations, _row_scope(activations), -1)
+        if values is not None:
+            return values
     values = formats.get(activations).dequantize(parts, scope=_row_scope(activations), axis=-1).to(torch.bfloat16)
     return values.flatten(-2) if slices > 1 else values
 
@@ -134,6 +142,23 @@ class FrozenExpertLinear:
         return routed_linear(gathered(operand, routing) if gather else operand, self.weight, self.bias, routing)
 
 
+class StoredExpertLinear:
+    """An expert linear over codes and scales that the GPU's kernels read as they are stored; the bits of the trainer's forward.
+
+    Args:
+        weight: ``[E, N, K]``, in a format and shape that :func:`swapq.kernels.dispatch.fast` accepts.
+        bias: ``[E, N]`` or None.
+    """
+
+    def __init__(self, weight: QTensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor, routing: Routing, *, gather: bool) -> Tensor:
+        from swapq.kernels import fast
+
+        return fast.routed_rows(x, self.weight.parts, self.weight.format, self.bias, routing, gather=gather)
+
+
 def gathered(operand: Operand, routing: Routing) -> Operand:
     """The operand's rows in routed order."""
     return Operand(routing.gather(operand.values), None if operand.scale is None else routing.gather(operand.scale))
@@ -162,12 +187,4 @@ def expert_block(
     routing = Routing.of(top_k_index, num_experts)
     x = hidden_states.to(torch.bfloat16)
     rows = down(gate(gate_up(x, routing, gather=True)), routing, gather=False)
-    here = (top_k_index >= 0) & (
-        top_k_index < num_experts
-    )  # a weight of a slot that is not may be anything, NaN included
-    weights = torch.where(here, top_k_weights.float(), 0.0)
-    slots = routing.scatter(rows).float() * weights.unsqueeze(-1)
-    total = slots[:, 0]
-    for j in range(1, routing.top_k):
-        total = total + slots[:, j]
-    return total.to(torch.bfloat16)
+    return combine(rows, top_k_index, top_k_weights, routing)

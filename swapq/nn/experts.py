@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from swapq.anatomy import ExpertsLayout
 from swapq.errors import UnsupportedError
-from swapq.nn.expert_block import FrozenExpertLinear, expert_block
+from swapq.kernels import dispatch
+from swapq.nn.expert_block import ExpertLinear, FrozenExpertLinear, StoredExpertLinear, expert_block
 from swapq.nn.functional import LinearSpec, TrainableExpertLinear, quantize_weight
 from swapq.nn.gate import Gate
 from swapq.nn.gather import whole
@@ -128,11 +129,13 @@ class SwapqExperts(QuantizedStorage):
             return Gate(function=lambda rows: family_gate(self, rows))
         return Gate(cast(nn.Module, self.act_fn), gated=self.swapq_layout.gated)
 
-    def _linear(self, name: str, slices: int) -> TrainableExpertLinear | FrozenExpertLinear:
+    def _linear(self, name: str, slices: int) -> ExpertLinear:
         bias = getattr(self, f"{name}_bias", None)
         q = self.current(name)
         if self.trainable and torch.is_grad_enabled():
             return TrainableExpertLinear(getattr(self, name), bias, replace(self.spec, slices=slices), q)
+        if dispatch.fast(q.codes.device, self.spec.weights, self.spec.activations, q.shape, slices):
+            return StoredExpertLinear(q, bias)
         values, scale = q.operand()
         return FrozenExpertLinear(values, scale, self.spec.activations, bias, slices=slices)
 

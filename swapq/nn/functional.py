@@ -14,7 +14,7 @@ their straight-through estimator. The weight gradient passes straight through th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from swapq import formats
 from swapq.formats import Parts
 from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
-from swapq.nn.expert_block import gathered, routed_linear, row_operand, row_parts, row_values
+from swapq.nn.expert_block import StoredExpertLinear, gathered, routed_linear, row_operand, row_parts, row_values
 from swapq.nn.low_precision import gradients_of
 from swapq.qtensor import QTensor, quantize
 
@@ -86,9 +86,13 @@ class _RoutedLinear(torch.autograd.Function):
         weight: "_Held",
     ) -> Tensor:
         w = weight.tensor
-        rows = row_parts(x, spec.activations, spec.slices)
-        operand = row_operand(rows, spec.activations, spec.slices)
-        y = routed_linear(gathered(operand, routing) if gather else operand, w.operand(), bias, routing)
+        quick = dispatch.fast(x.device, spec.weights, spec.activations, w.shape, spec.slices)
+        rows = None if quick and spec.backward != "dequantized" else row_parts(x, spec.activations, spec.slices)
+        if quick:
+            y = StoredExpertLinear(w, bias)(x, routing, gather=gather)
+        else:
+            operand = row_operand(cast(Parts, rows), spec.activations, spec.slices)
+            y = routed_linear(gathered(operand, routing) if gather else operand, w.operand(), bias, routing)
         ctx.routing, ctx.spec, ctx.gather = routing, spec, gather
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.master_dtype, ctx.master_shape = master.dtype, master.shape
@@ -105,7 +109,7 @@ class _RoutedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_grad(ctx, saved, dy)
             if ctx.gather:
-                dx = routing.scatter(dx).float().sum(1).to(torch.bfloat16)
+                dx = _over_slots(dx, routing)
         if ctx.needs_input_grad[1]:
             if spec.backward == "low_precision":
                 dw = gradients_of(spec.weights).weight_grad(saved, dy, routing, ctx.master_dtype)
@@ -121,13 +125,22 @@ class _RoutedLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None
 
 
-def _save(ctx: Any, x: Tensor, rows: Parts, master: Tensor, w: QTensor) -> None:
+def _over_slots(dx: Tensor, routing: Routing) -> Tensor:
+    """Gradient of a token's row: the float32 sum over its slots ``[R, K] -> [T, K]``, in ascending order, rounded to BF16 once."""
+    if dispatch.kernels(dx.device) and dx.shape[1] % 2 == 0:
+        from swapq.kernels.cuda import elementwise
+
+        return elementwise.combine(dx.contiguous(), None, routing.top_k, position=routing.positions)
+    return routing.scatter(dx).float().sum(1).to(torch.bfloat16)
+
+
+def _save(ctx: Any, x: Tensor, rows: Parts | None, master: Tensor, w: QTensor) -> None:
     spec: LinearSpec = ctx.spec
     ctx.weight_meta = (w.format, w.scope, w.axis, w.source_dtype)
     if spec.backward == "high_precision":
         ctx.save_for_backward(master, x)
     elif spec.backward == "dequantized":
-        ctx.save_for_backward(w.codes, w.scales, w.global_scale, *rows)
+        ctx.save_for_backward(w.codes, w.scales, w.global_scale, *cast(Parts, rows))
     else:
         x = ctx.routing.gather(x) if ctx.gather else x
         ctx.save_for_backward(*gradients_of(spec.weights).save(x, master, w, ctx.routing))

@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from swapq.errors import UnsupportedError
+from swapq.kernels import dispatch
 
-__all__ = ["Gate", "activation"]
+__all__ = ["Gate", "activation", "activation_table"]
 
 Act = Callable[[Tensor], Tensor]
 
@@ -27,6 +28,16 @@ def _table(act: "_Act", device: torch.device) -> Tensor:
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return act.function(every.float()).to(torch.bfloat16).to(device)
+
+
+@lru_cache(maxsize=64)
+def _slopes(act: "_Act", device: torch.device) -> Tensor:
+    """float32 derivative of the activation at every BF16 number, indexed as :func:`_table`."""
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        x = every.float().requires_grad_()
+        (slopes,) = torch.autograd.grad(act.function(x).sum(), x)
+    return slopes.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,33 @@ class _Activation(torch.autograd.Function):
         return dx, None
 
 
+class _SwiGLU(torch.autograd.Function):
+    """``activation(gate) * up`` in one kernel each way, saving the rows alone."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, act: _Act) -> Tensor:
+        from swapq.kernels.cuda import elementwise
+
+        ctx.save_for_backward(rows)
+        ctx.act = act
+        return elementwise.swiglu(rows.contiguous(), _table(act, rows.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        from swapq.kernels.cuda import elementwise
+
+        (rows,) = ctx.saved_tensors
+        dh = dh.to(torch.bfloat16).contiguous()
+        table, slopes = _table(ctx.act, rows.device), _slopes(ctx.act, rows.device)
+        return elementwise.swiglu_backward(rows.contiguous(), table, slopes, dh), None
+
+
+def activation_table(act: "str | Act", device: torch.device) -> Tensor:
+    """BF16 ``[65536]``: the activation of every BF16 number, indexed by its bits (as a signed number) plus 32768."""
+    return _table(_Act.of(act), device)
+
+
 def activation(x: Tensor, act: "str | Act") -> Tensor:
     """``bf16(act(f32(x)))`` of BF16 ``x``, any shape. The gradient is autograd's of the activation in BF16."""
     return _Activation.apply(x, _Act.of(act))
@@ -97,6 +135,13 @@ class Gate:
             return self.function(rows).to(torch.bfloat16)
         if not self.gated:
             return activation(rows, self.act)
+        if (
+            dispatch.kernels(rows.device)
+            and rows.dtype == torch.bfloat16
+            and rows.dim() == 2
+            and rows.shape[1] % 4 == 0
+        ):
+            return _SwiGLU.apply(rows, _Act.of(self.act))
         gate, up = rows.chunk(2, dim=-1)
         return activation(gate, self.act) * up
 

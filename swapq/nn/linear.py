@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from swapq.formats import Parts
+from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear
 from swapq.nn.functional import LinearSpec, TrainableExpertLinear
@@ -20,6 +22,14 @@ __all__ = ["SwapqLinear", "frozen_linear"]
 
 def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: str) -> Tensor:
     """``x [..., K]`` through a quantized weight ``[N, K]``: the forward that trainer and engine share. BF16 ``[..., N]``."""
+    if dispatch.fast(x.device, weight.format, activations, weight.shape):
+        from swapq.kernels import fast
+
+        parts = Parts(weight.codes[None], weight.scales[None], _stacked(weight))
+        rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+        return fast.dense_rows(rows, parts, weight.format, None if bias is None else bias[None]).unflatten(
+            0, x.shape[:-1]
+        )
     values, scale = weight.operand()
     stack = FrozenExpertLinear(
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]

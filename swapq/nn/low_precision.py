@@ -11,6 +11,7 @@ made of the high-precision tensor, never of the row-wise codes; a square tile is
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -53,6 +54,8 @@ class _MXFP8:
     form = formats.get("mxfp8")
 
     def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
+        if _has_kernels(x):
+            return master, *_column_kernels().quantize_columns(x.contiguous(), routing.counts)[:2]
         _, padded = routing.pad_rows(x, self.form.block)
         columns = quantize(padded, "mxfp8", axis=-2)
         return master, columns.codes, columns.scales
@@ -61,15 +64,37 @@ class _MXFP8:
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         w = saved[0].to(torch.bfloat16)
-        columns = quantize(w.transpose(-1, -2) if spec.transposed else w, "mxfp8", axis=-2).operand().values
-        rows = quantize(dy, "mxfp8").operand().values
+        w = w.transpose(-1, -2) if spec.transposed else w
+        if _has_kernels(w):
+            flat = w.contiguous().flatten(0, 1)
+            columns = _column_kernels().column_values(flat, (w.shape[1],) * w.shape[0]).view(w.shape)
+        else:
+            columns = quantize(w, "mxfp8", axis=-2).operand().values
+        rows = quantize(dy, "mxfp8").dequantize(torch.bfloat16)  # no FP32 scale: the operand itself
         return dispatch.grouped(dy.device).grouped_input_grad(rows, columns, routing)
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+        grouped, x = dispatch.grouped(dy.device), Parts(saved[1], saved[2])
+        if _has_kernels(dy):  # groups as they are: a block ends where its group does
+            dy_columns = _column_kernels().column_values(dy, routing.counts)
+            return grouped.grouped_weight_grad(
+                dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype
+            )
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
         dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
-        x_columns = self.form.operand(Parts(saved[1], saved[2]), scope="block", axis=-2).values
-        return dispatch.grouped(dy.device).grouped_weight_grad(dy_columns, x_columns, padded, dtype)
+        return grouped.grouped_weight_grad(
+            dy_columns, self.form.operand(x, scope="block", axis=-2).values, padded, dtype
+        )
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return dispatch.kernels(x.device) and x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0 and x.numel() > 0
+
+
+def _column_kernels() -> ModuleType:
+    from swapq.kernels.cuda import columns
+
+    return columns
 
 
 class _FP8Block:

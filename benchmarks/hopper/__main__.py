@@ -1,0 +1,48 @@
+"""Print every row beside its rival, measured in one run, and write JSON.
+
+    python -m benchmarks.hopper                                 # all parts
+    python -m benchmarks.hopper --only quantizers training      # some
+
+Parts: quantizers, training, linear, block (needs vllm), engine (needs vllm; one process per engine), sync (needs vllm).
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("quantizers", "training", "linear", "block", "engine", "sync")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    console, found = Console(width=170), []
+    for part in options.only:
+        for row in importlib.import_module(f"benchmarks.hopper.{part}").rows():
+            found.append(dataclasses.asdict(row) | {"part": part})
+            console.print(
+                f"{row.work}: {row.ours:.2f} / {row.rival:.2f} {row.unit} = {row.ratio:.2f} ({row.target}) {row.note}"
+            )
+    table = Table(title=torch.cuda.get_device_name())
+    for column in ("work", "ours", "rival", "unit", "ratio", "target", "met", "note"):
+        table.add_column(column, justify="right" if column in ("ours", "rival", "ratio") else "left")
+    for r in found:
+        numbers = (f"{r['ours']:.2f}", f"{r['rival']:.2f}", r["unit"], f"{r['ratio']:.2f}")
+        table.add_row(r["work"], *numbers, r["target"], "yes" if r["met"] else "no", r["note"])
+    console.print(table)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+// Copies from global to shared memory that one instruction starts, and the barrier that counts their bytes (sm_90).
+#pragma once
+
+struct Arrival { u64 barrier; };
+
+DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+DEVICE void arrival_init(Arrival* a) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(a)));
+    asm volatile("fence.mbarrier_init.release.cluster;");
+}
+DEVICE void arrival_expect(Arrival* a, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(a)), "r"(bytes) : "memory");
+}
+DEVICE void arrival_wait(Arrival* a, u32 phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(a)), "r"(phase) : "memory");
+}
+// Sixteen-byte units, aligned to sixteen bytes on both sides.
+DEVICE void bulk_copy(void* to, const void* from, u32 bytes, Arrival* a) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(a))
+                 : "memory");
+}

@@ -1,0 +1,124 @@
+// The numeric contract in device code: each function is one step of contract sections 1 and 2, bit for bit.
+// Compiled without contraction of multiply and add (--fmad=false): one IEEE float32 operation a line, subnormals kept.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+
+constexpr float F32_MAX = 3.4028234663852886e38f;
+
+DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 as_bits(float value) { return __float_as_uint(value); }
+
+// BF16 pairs: the even element in the low half.
+DEVICE float low(u32 pair) { return as_float(pair << 16); }
+DEVICE float high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
+DEVICE u32 bf16_pair(float even, float odd) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(odd), "f"(even));
+    return pair;
+}
+DEVICE u32 fp16_pair(float even, float odd) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(odd), "f"(even));
+    return pair;
+}
+DEVICE u16 bf16(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+// Largest magnitude of both halves; as integers, so that NaN is above Inf and shows.
+DEVICE u32 max_magnitude(u32 a, u32 pair) { return __vmaxu2(a, pair & 0x7FFF7FFFu); }
+DEVICE u32 fold_magnitude(u32 pair) { return max(pair & 0xFFFFu, pair >> 16); }
+DEVICE float magnitude_value(u32 bf16_bits) { return as_float(bf16_bits << 16); }
+
+// min of torch: NaN wins.
+DEVICE float at_most(float value, float bound) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(value), "f"(bound));
+    return least;
+}
+
+// E4M3, nearest even, saturating at 448; NaN is 0x7F.
+DEVICE u32 e4m3_pair(float even, float odd) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(odd), "f"(even));
+    return codes;
+}
+DEVICE float e4m3_value(u32 code) {
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)code));
+    float value;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(halves));
+    return value;
+}
+
+// NVFP4 (contract section 2).
+struct GlobalScale { float encode, decode; };
+DEVICE GlobalScale global_scale(float amax) {
+    GlobalScale s;
+    s.encode = at_most(__fdiv_rn(2688.0f, amax), F32_MAX);
+    if (amax == 0.0f) s.encode = 1.0f;
+    s.decode = __fdiv_rn(1.0f, s.encode);
+    return s;
+}
+DEVICE u32 block_scale_code(float amax, float mult) { return e4m3_pair(at_most(__fmul_rn(amax, mult), F32_MAX), 0.0f); }
+DEVICE float block_factor(float scale, float decode) {
+    return at_most(__frcp_rn(__fmul_rn(scale, decode)), F32_MAX);
+}
+
+// The E2M1 number nearest to |y|: it is rounded where the last bit of |y| + 2^(22 + e) lies, e = 0, 1, 2 for |y| below 2, 4, 8, which is
+// the step of E2M1; the addition rounds to nearest even and the subtraction is exact.
+DEVICE float e2m1_magnitude_value(float y) {
+    float magnitude = fminf(fabsf(y), 6.0f);
+    float magic = as_float(max(as_bits(magnitude) & 0x7F800000u, 0x3F800000u) + (22u << 23));
+    return __fsub_rn(__fadd_rn(magnitude, magic), magic);
+}
+DEVICE float with_sign_of(float magnitude, float y) { return as_float(as_bits(magnitude) | (as_bits(y) & 0x80000000u)); }
+
+// Codes of eight elements in a word, element 0 in the low nibble.
+//
+// E2M1 is linear in three pieces (steps 0.5, 1 and 2), and its code is half of  min(2v, v + 2, v/2 + 4, 7)  rounded to nearest even. One
+// fused multiply-add onto 2^22 rounds a piece once, to halves, and rounding keeps the order of the pieces: the least of the sums has the
+// code in its low bits. Positive floats compare as integers; NaN is above all and becomes 7.
+DEVICE u32 e2m1_sum(float v) {
+    const u32 half = as_bits(__fadd_rn(v, 4194304.0f)), one = as_bits(__fmaf_rn(v, 0.5f, 4194305.0f)),
+              two = as_bits(__fmaf_rn(v, 0.25f, 4194306.0f));
+    return min(min(min(half, one), two), 0x4A800007u);
+}
+DEVICE u32 sign_bytes(u32 a, u32 b) {  // FF where an element of the two pairs is negative, else 00
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, 0xFDB9;" : "=r"(bytes) : "r"(a), "r"(b));
+    return bytes;
+}
+DEVICE u32 e2m1_word(const u32* pairs, float factor) {
+    u32 word = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        const u32 magnitude = pairs[i] & 0x7FFF7FFFu;
+        word = word * 16u + e2m1_sum(__fmul_rn(high(magnitude), factor));
+        word = word * 16u + e2m1_sum(__fmul_rn(low(magnitude), factor));
+    }
+    // The constant part of the eight sums, shifted as they were.
+    word -= 0x4A800000u + 0xA8000000u + 0x80000000u;
+    // One bit of each sign is kept, where its nibble has it or one byte above.
+    const u32 first = sign_bytes(pairs[0], pairs[1]) & 0x80088008u;
+    const u32 second = sign_bytes(pairs[2], pairs[3]) & 0x80088008u;
+    return word + __byte_perm(first, second, 0x6420u) + __byte_perm(first, second, 0x7531u);
+}
+
+// MXFP8 (contract section 1).
+DEVICE u32 e8m0_code(float amax) {
+    u32 u = as_bits(__fmul_rn(amax, as_float(0x3B124925u)));
+    u32 e = u >> 23, m = u & 0x7FFFFFu;
+    if (e == 255u) return m ? 255u : 254u;
+    return e + (m > 0 && e != 254u && !(e == 0 && m <= 0x400000u));
+}
+DEVICE float e8m0_inverse(u32 e) { return as_float(e == 254u ? 0x00400000u : e == 255u ? 0x7FC00000u : (254u - e) << 23); }
+DEVICE float e8m0_value(u32 e) { return as_float(e == 0u ? 0x00400000u : e == 255u ? 0x7FC00000u : e << 23); }
+DEVICE float e4m3_bound(float y) { return at_most(fmaxf(y, -448.0f), 448.0f); }

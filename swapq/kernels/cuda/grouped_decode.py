@@ -1,0 +1,102 @@
+"""Grouped product of stored weights with few tokens per expert (grouped_decode.cu): codes are expanded in registers, read once."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Parts
+from swapq.kernels.cuda.program import Program, program
+from swapq.kernels.cuda.quantize import GROUPS, RowOperand, length, padded
+from swapq.kernels.cuda.tiles import Tiles
+
+__all__ = ["Shape", "grouped_decode", "tile_tokens"]
+
+_SHARED_BYTES = 220 << 10
+
+#: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
+Shape = tuple[int, int, int, int]
+
+
+def tile_tokens(slots: int, experts: int) -> int:
+    """Slots in a tile, by how many an expert has on average. No result depends on it."""
+    mean = slots / experts
+    return 8 if mean <= 5 else 32 if mean <= 24 else 64
+
+
+def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
+    """What was fastest on an H200 (benchmarks/kernels.py). No result depends on it."""
+    if tokens > 8:
+        return (2, 8, 2, 2)
+    if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
+        return (1, 8, 2, 4) if gated else (1, 4, 2, 6)
+    return (2, 8, 2, 2) if gated else (1, 8, 2, 4)
+
+
+@lru_cache(maxsize=512)
+def _kernel(
+    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape
+) -> tuple[Program, int]:
+    group, block = GROUPS[fmt], formats.get(fmt).block
+    m_tiles, warps, ahead, blocks = shape
+    chunk = padded(k, fmt)
+
+    def shared_bytes(chunk: int) -> int:
+        return tokens * (chunk + 16) * 2 + 16 * m_tiles * warps * (chunk // block + 16)
+
+    while shared_bytes(chunk) > _SHARED_BYTES // blocks and chunk > group * ahead:
+        chunk = -(-chunk // (2 * group * ahead)) * group * ahead
+    kernel = program(
+        "grouped_decode",
+        device,
+        K=k,
+        N=n,
+        NVFP4=int(fmt == "nvfp4"),
+        GROUP=group,
+        TILES=tokens // 8,
+        M_TILES=m_tiles,
+        WARPS=warps,
+        BLOCKS=blocks,
+        CHUNK=chunk,
+        AHEAD=ahead,
+        GATED=int(gated),
+        SPREAD=int(spread),
+    )
+    kernel.allow_shared_memory(shared_bytes(chunk))
+    return kernel, shared_bytes(chunk)
+
+
+def grouped_decode(
+    x: RowOperand,
+    w: Parts,
+    fmt: str,
+    tiles: Tiles,
+    *,
+    spread: bool,
+    table: Tensor | None = None,
+    bias: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
+
+    Args:
+        x: a row per token (``spread``) or per slot.
+        w: codes and scales of ``[E, N, K]``.
+        table: with it the rows are gate and up, and the result is ``bf16(table[gate]) * up``, ``[R, N / 2]``.
+        bias: float32 ``[E, N]`` or None.
+        shape: for measurements; chosen if it is not given.
+    """
+    n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
+    shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
+    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape)
+    width = n // 2 if gated else n
+    out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
+    scale = w.global_scale
+    m_tiles, warps, *_ = shape
+    grid = (-(-width // ((8 if gated else 16) * m_tiles * warps)), tiles.most)
+    kernel.launch(
+        grid, 32 * warps, x.values, x.scale, w.codes, w.scales, scale, 0 if scale is None else scale.stride(0), bias, table,
+        tiles.slots, tiles.table, tiles.rows, tiles.top_k, out, shared=shared,
+    )  # fmt: skip
+    return out

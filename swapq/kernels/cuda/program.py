@@ -1,0 +1,160 @@
+"""Program: one ``.cu`` file of this folder with its constants, compiled at first use and launched on torch's current stream."""
+
+import ctypes
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from functools import cache, lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swapq.errors import SwapqError, UnsupportedError
+
+__all__ = ["Program", "cache_folder", "compile_source", "program"]
+
+_HEADERS = ("blocks.cuh", "bulk_copy.cuh", "contract.cuh", "order.cuh", "tensor_core.cuh", "weights.cuh")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``$SWAPQ_CACHE``, else ``swapq/kernels`` in the user's cache folder."""
+    chosen = os.environ.get("SWAPQ_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swapq"
+    return (Path(chosen) if chosen else base) / "kernels"
+
+
+@cache
+def _text(file: str) -> str:
+    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise UnsupportedError(
+            f"swapq's CUDA kernels are compiled with cuda-bindings, which does not import ({error}); install the `cuda-bindings` "
+            "that your torch asks for, or choose the torch reference with swapq.kernels.dispatch.use('reference')"
+        ) from error
+    return nvrtc
+
+
+def compile_source(file: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> bytes:
+    """The cubin of ``file`` for ``architecture`` (``"sm_90"``), from the cache if it was compiled before.
+
+    Raises:
+        SwapqError: NVRTC refused the source; its log is in the message.
+    """
+    nvrtc = _nvrtc()
+    options = [f"--gpu-architecture={architecture}", "--fmad=false", "-std=c++17"]
+    options += [f"-D{name}={value}" for name, value in constants]
+    texts = [_text(file), *map(_text, _HEADERS)]
+    version = nvrtc.nvrtcVersion()[1:]
+    key = hashlib.sha256("\0".join([*texts, *options, str(version)]).encode()).hexdigest()
+    kept = cache_folder() / f"{Path(file).stem}-{key[:32]}.cubin"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        pass  # not compiled before, or a folder that cannot be read: compile
+    names = [name.encode() for name in _HEADERS]
+    code, handle = nvrtc.nvrtcCreateProgram(
+        texts[0].encode(), file.encode(), len(names), [t.encode() for t in texts[1:]], names
+    )
+    _require(code, file)
+    (code,) = nvrtc.nvrtcCompileProgram(handle, len(options), [o.encode() for o in options])
+    if int(code):
+        log = b" " * nvrtc.nvrtcGetProgramLogSize(handle)[1]
+        nvrtc.nvrtcGetProgramLog(handle, log)
+        raise SwapqError(f"{file}: NVRTC {code.name} with {' '.join(options)}\n{log.decode(errors='replace')}")
+    code, size = nvrtc.nvrtcGetCUBINSize(handle)
+    _require(code, file)
+    cubin = b" " * size
+    _require(nvrtc.nvrtcGetCUBIN(handle, cubin)[0], file)
+    nvrtc.nvrtcDestroyProgram(handle)
+    _keep(kept, cubin)
+    return cubin
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Store a compiled kernel, whole or not at all. A cache that cannot be written costs time, nothing else."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _require(code: Any, what: str) -> None:
+    if int(code):
+        raise SwapqError(f"{what}: {code.name}; the CUDA driver refused it")
+
+
+class Program:
+    """A compiled kernel on one device.
+
+    Args:
+        file: name in this folder; the kernel inside is called as the file.
+        constants: what the source wants defined.
+        device: index of the CUDA device.
+    """
+
+    def __init__(self, file: str, constants: tuple[tuple[str, int], ...], device: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        major, minor = torch.cuda.get_device_capability(device)
+        cubin = compile_source(f"{file}.cu", f"sm_{major}{minor}", constants)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+            code, self._module = driver.cuModuleLoadData(cubin)
+            _require(code, file)
+            code, self._function = driver.cuModuleGetFunction(self._module, file.encode())
+            _require(code, file)
+        self.file = file
+
+    def allow_shared_memory(self, nbytes: int) -> None:
+        """Let a block have ``nbytes`` of dynamic shared memory."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _require(self._driver.cuFuncSetAttribute(self._function, attribute, nbytes)[0], self.file)
+
+    def launch(
+        self, grid: tuple[int, ...], threads: int, *args: "Tensor | int | float | None", shared: int = 0
+    ) -> None:
+        """Launch on torch's current stream. Tensors go as pointers, None as a null pointer, int and float as 32 bits."""
+        held = [_argument(a) for a in args]
+        addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
+        x, y, z = (*grid, 1, 1)[:3]
+        if not x * y * z:
+            return
+        stream = torch.cuda.current_stream().cuda_stream
+        code = self._driver.cuLaunchKernel(
+            self._function, x, y, z, threads, 1, 1, shared, stream, ctypes.addressof(addresses), 0
+        )[0]
+        _require(code, self.file)
+
+
+def _argument(value: "Tensor | int | float | None") -> Any:
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+
+
+@lru_cache(maxsize=512)
+def _program(file: str, device: int, constants: tuple[tuple[str, int], ...]) -> Program:
+    return Program(file, constants, device)
+
+
+def program(file: str, device: torch.device, **constants: int) -> Program:
+    """The kernel ``file`` with its constants on ``device``, compiled once."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _program(file, index, tuple(sorted(constants.items())))

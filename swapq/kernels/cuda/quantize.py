@@ -1,0 +1,170 @@
+"""Quantizers on CUDA: the bytes of ``swapq.formats``, or the exact operand that the expert kernels read; and the way back."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Parts
+from swapq.formats.nvfp4 import NVFP4
+from swapq.kernels.cuda.program import program
+
+__all__ = [
+    "GROUPS",
+    "OPERANDS",
+    "RowOperand",
+    "dequantize",
+    "expand",
+    "length",
+    "padded",
+    "quantize_matrix",
+    "quantize_rows",
+    "row_operand",
+]
+
+#: elements in one round of the tensor core's order (order.cuh)
+GROUPS = {"nvfp4": 128, "mxfp8": 64}
+#: 16-bit type that holds a format's operand values exactly
+OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
+_ROW, _TENSOR, _MXFP8 = 0, 1, 2
+_THREADS = 256
+_LAG = 2  # matrices between the amax of one and its codes
+_FEW_BLOCKS = 72 << 10  # shared memory that leaves room for three blocks: what is under way must fit into the cache
+
+
+class RowOperand(NamedTuple):
+    """Rows as the expert kernels read them: ``values [M, padded K]`` in the order of order.cuh and float32 ``scale [M]`` or None."""
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def padded(k: int, fmt: str) -> int:
+    """Length of a row operand of ``k`` elements."""
+    return -(-k // GROUPS[fmt]) * GROUPS[fmt]
+
+
+def _lanes(k: int) -> int:
+    """Lanes that share a row: as many as leave the fewest idle, the most of those."""
+    blocks = k // 16
+    return min((32, 16, 8), key=lambda lanes: (-(-blocks // lanes) * lanes, -lanes))
+
+
+def _launch(
+    kind: int,
+    fmt: str,
+    x: Tensor,
+    k: int,
+    table: Tensor | None,
+    scope: tuple[Tensor, Tensor] | None,
+    codes: Tensor,
+    scales: Tensor | None,
+    global_scale: Tensor | None,
+    operand: bool,
+) -> None:
+    rows, lanes = x.numel() // x.shape[-1], _lanes(k)
+    kernel = program(
+        "quantize_rows",
+        x.device,
+        K=k,
+        LANES=lanes,
+        THREADS=_THREADS,
+        FORMAT=kind,
+        OPERAND=int(operand),
+        GATED=int(table is not None),
+        GROUP=GROUPS[fmt],
+    )
+    encode, decode = scope or (None, None)
+    per_scope = 1 if encode is None else rows // max(encode.numel(), 1)
+    grid = (-(-rows // (_THREADS // lanes)),)
+    kernel.launch(grid, _THREADS, x, table, encode, decode, per_scope, rows, codes, scales, global_scale)
+
+
+def quantize_rows(x: Tensor, fmt: str, *, table: Tensor | None = None) -> Parts:
+    """Codes and scales of contiguous BF16 rows ``x [M, K]``, one FP32 scale per row in NVFP4.
+
+    Args:
+        table: BF16 ``[65536]``, the activation of every BF16 number: then ``x [M, 2K]`` holds gate and up, and what is quantized is
+            ``bf16(table[gate]) * up`` (contract section 4).
+    """
+    form, k = formats.get(fmt), x.shape[-1] // (1 if table is None else 2)
+    kind = _ROW if fmt == "nvfp4" else _MXFP8
+    shapes = form.part_shapes((x.shape[0], k), scope="row" if kind == _ROW else form.default_scope)
+    parts = {name: torch.empty(shape, dtype=form.dtypes[name], device=x.device) for name, shape in shapes.items()}
+    _launch(kind, fmt, x, k, table, None, parts["codes"], parts["scales"], parts.get("global_scale"), False)
+    return Parts(**parts)
+
+
+def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
+    """Codes and scales of contiguous BF16 weights ``x [..., N, K]``, one FP32 scale per leading index in NVFP4.
+
+    Args:
+        amax: float32, shape of the leading dimensions; taken in the same pass if it is not given.
+    """
+    form, kind = formats.get(fmt), _TENSOR if fmt == "nvfp4" else _MXFP8
+    shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
+    parts = {n: torch.empty(s, dtype=form.dtypes[n], device=x.device) for n, s in shapes.items() if n != "global_scale"}
+    if kind == _TENSOR and amax is None:
+        return _quantize_stack(x, parts["codes"], parts["scales"])
+    scope = None if amax is None else NVFP4.global_scales(amax.float().contiguous())
+    _launch(kind, fmt, x, x.shape[-1], None, scope, parts["codes"], parts["scales"], None, False)
+    return Parts(parts["codes"], parts["scales"], None if scope is None else scope[1])
+
+
+def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor) -> Parts:
+    *lead, n, k = x.shape
+    matrices, lanes = codes.shape[:-2].numel(), _lanes(k)
+    pieces = max(1, min(64, n * k // 65536))
+    periods = matrices + _LAG
+    blocks = pieces + -(-n // (_THREADS // lanes))
+    decode = torch.empty(lead, dtype=torch.float32, device=x.device)
+    scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
+    kernel = program("quantize_stack", x.device, K=k, N=n, LANES=lanes, PIECES=pieces, LAG=_LAG, THREADS=_THREADS)
+    kernel.allow_shared_memory(_FEW_BLOCKS)
+    kernel.launch((periods * blocks,), _THREADS, x, matrices, scopes, codes, scales, decode, shared=_FEW_BLOCKS)
+    return Parts(codes, scales, decode)
+
+
+def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None) -> RowOperand:
+    """The operand of contiguous BF16 rows: quantized and expanded again without codes in between. ``table`` as in :func:`quantize_rows`."""
+    k = x.shape[-1] // (1 if table is None else 2)
+    values = torch.empty(x.shape[0], padded(k, fmt), dtype=OPERANDS[fmt], device=x.device)
+    kind = _ROW if fmt == "nvfp4" else _MXFP8
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if kind == _ROW else None
+    _launch(kind, fmt, x, k, table, None, values, None, scale, True)
+    return RowOperand(values, scale)
+
+
+def expand(parts: Parts, fmt: str) -> Tensor:
+    """Operand values of stored weights ``[..., N, K]`` in the tensor core's order: ``[..., N, padded K]``."""
+    lead, k = parts.codes.shape[:-1], length(parts, fmt)
+    width, group = padded(k, fmt), GROUPS[fmt]
+    out = torch.empty(*lead, width, dtype=OPERANDS[fmt], device=parts.codes.device)
+    rows = lead.numel()
+    kernel = program("expand", out.device, K=k, NVFP4=int(fmt == "nvfp4"), GROUP=group, THREADS=_THREADS)
+    kernel.launch((-(-rows * width // (group // 4) // _THREADS),), _THREADS, parts.codes, parts.scales, rows, out)
+    return out
+
+
+def dequantize(parts: Parts, fmt: str) -> Tensor:
+    """``bf16(dequantize)`` of stored weights or rows ``[..., N, K]``; NVFP4 has one FP32 scale per matrix, or one per row."""
+    lead, k = parts.codes.shape[:-1], length(parts, fmt)
+    out = torch.empty(*lead, k, dtype=torch.bfloat16, device=parts.codes.device)
+    rows, scale = lead.numel(), parts.global_scale
+    kernel = program(
+        "dequantize",
+        out.device,
+        K=k,
+        NVFP4=int(fmt == "nvfp4"),
+        GROUP=GROUPS[fmt],
+        SCOPE_ROWS=1 if scale is None else rows // max(scale.numel(), 1),
+        THREADS=_THREADS,
+    )
+    kernel.launch((-(-rows * (k // 8) // _THREADS),), _THREADS, parts.codes, parts.scales, scale, rows, out)
+    return out
+
+
+def length(parts: Parts, fmt: str) -> int:
+    """Elements of a stored row."""
+    return parts.codes.shape[-1] * (2 if fmt == "nvfp4" else 1)

@@ -1,0 +1,101 @@
+"""The expert block and the linear on a GPU: which kernels run them, for the trainer and for the engine.
+
+Every path adds the products of a row in one order (cuda/order.cuh), so they give the same bits: many tokens per expert go through weights
+expanded once and a Triton GEMM, few through codes expanded in registers, and the trainer's rows equal the engine's.
+"""
+
+import torch
+from torch import Tensor
+
+from swapq.formats import Parts
+from swapq.kernels.cuda import grouped_decode as decode
+from swapq.kernels.cuda.elementwise import combine
+from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, row_operand
+from swapq.kernels.cuda.tiles import Tiles, dense_table, dense_tiles, route, tiles_of
+from swapq.kernels.routing import Routing
+
+__all__ = ["dense_rows", "fits", "routed_rows", "stored_block"]
+
+#: mean rows of an expert up to which codes are expanded in registers
+_FEW = 64
+
+
+def fits(fmt: str, n: int, k: int) -> bool:
+    """Whether the kernels take a matrix ``[N, K]``: rows of 16-byte pieces, and whole tiles of 16 rows for gate and for up."""
+    return fmt in GROUPS and k % 32 == 0 and n % 32 == 0
+
+
+def routed_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, routing: Routing, *, gather: bool) -> Tensor:
+    """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
+    from swapq.kernels.grouped_gemm import TILE_ROWS, grouped_gemm
+
+    tiles = tiles_of(routing, TILE_ROWS)
+    return grouped_gemm(
+        row_operand(x.contiguous(), fmt),
+        expand(w, fmt),
+        w.global_scale,
+        tiles,
+        spread=gather,
+        in_order=True,
+        bias=_float(bias),
+    )
+
+
+def dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
+    """BF16 ``[M, N]`` of BF16 rows ``x [M, K]`` through one stored matrix: ``w`` has codes ``[1, N, ...]``."""
+    few = x.shape[0] <= 4 * _FEW
+    tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0])) if few else dense_table(x.shape[0], 128, x.device)
+    return _product(row_operand(x.contiguous(), fmt), w, fmt, tiles, few=few, spread=False, bias=_float(bias))
+
+
+def _dense_tokens(rows: int) -> int:
+    return 8 if rows <= 8 else 32 if rows <= 32 else 64
+
+
+def stored_block(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Parts,
+    down: Parts,
+    fmt: str,
+    table: Tensor,
+    *,
+    local_of: Tensor | None = None,
+) -> Tensor:
+    """The block of contract section 4 over stored codes: BF16 ``[T, H]`` from BF16 ``x [T, H]``. No value is read on the host.
+
+    Args:
+        ids, weights: int32 or int64 and float32 ``[T, k]``.
+        gate_up, down: stored weights ``[E, 2I, H]`` and ``[E, H, I]``.
+        table: BF16 ``[65536]``, the activation of every BF16 number.
+        local_of: local id of each global id; None where ids are local.
+    """
+    experts = gate_up.codes.shape[0]
+    few = ids.numel() <= _FEW * experts
+    tiles = route(ids, experts, decode.tile_tokens(ids.numel(), experts) if few else 128, local_of=local_of)
+    h = _product(row_operand(x, fmt), gate_up, fmt, tiles, few=few, spread=True, table=table)
+    y = _product(row_operand(h, fmt), down, fmt, tiles, few=few, spread=False)
+    return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
+
+
+def _product(
+    x: RowOperand,
+    w: Parts,
+    fmt: str,
+    tiles: Tiles,
+    *,
+    few: bool,
+    spread: bool,
+    table: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    if few:
+        return decode.grouped_decode(x, w, fmt, tiles, spread=spread, table=table, bias=bias)
+    from swapq.kernels.grouped_gemm import grouped_gemm
+
+    return grouped_gemm(x, expand(w, fmt), w.global_scale, tiles, spread=spread, table=table, bias=bias)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(torch.bfloat16).float().contiguous()

@@ -1,0 +1,230 @@
+"""The CUDA kernels beside their torch definitions: bytes of quantizers, bits of products, values of gradients."""
+
+import pytest
+import torch
+
+import swapq
+from swapq import formats
+from swapq.formats import Parts
+from swapq.kernels import dispatch
+from swapq.nn.gate import activation_table
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+CUDA = torch.device("cuda")
+E, H, I, TOP = 16, 512, 256, 4  # noqa: E741
+KINDS = ("normal", "heavy tails", "every pattern", "tiny", "sparse", "huge")
+
+
+def sample(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator(CUDA).manual_seed(seed)
+    x = torch.randn(*shape, device=CUDA, generator=g)
+    if kind == "heavy tails":
+        x = x * torch.exp(4 * torch.randn(*shape, device=CUDA, generator=g))
+    if kind == "every pattern":
+        bits = torch.randint(-32768, 32768, shape, device=CUDA, generator=g, dtype=torch.int32).to(torch.int16)
+        x = bits.view(torch.bfloat16).float()
+        x = torch.where(x.isfinite(), x, 0.0)
+    if kind == "tiny":
+        x = x * 1e-38
+    if kind == "sparse":
+        x = x * (torch.rand(*shape, device=CUDA, generator=g) < 0.05)
+    if kind == "huge":
+        x = x * 1e37
+    return x.to(torch.bfloat16)
+
+
+def differing(a: Parts, b: Parts) -> int:
+    pairs = zip(a, b, strict=True)
+    return sum(
+        int((x.view(torch.uint8) != y.view(torch.uint8)).sum()) for x, y in pairs if x is not None and y is not None
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [32, 160, 768, 2048, 7168])
+@pytest.mark.parametrize(
+    ("fmt", "scope", "axis"),
+    [("nvfp4", "row", -1), ("nvfp4", "tensor", -1), ("mxfp8", "block", -1), ("mxfp8", "block", -2)],
+)
+def test_a_quantizer_writes_the_bytes_of_the_reference(fmt: str, scope: str, axis: int, k: int, kind: str) -> None:
+    x = sample(kind, 3, 72, k) if scope != "row" else sample(kind, 217, k)
+    found = dispatch.quantize(x, fmt, scope, axis, None)
+    assert found is not None
+    assert differing(found, formats.get(fmt).quantize(x, scope=scope, axis=axis)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block")])
+def test_a_thousand_million_values_have_the_bytes_of_the_reference(fmt: str, scope: str) -> None:
+    values = 0
+    for seed in range(60):
+        x = sample(KINDS[seed % len(KINDS)], 8704, 2048, seed=seed)
+        found = dispatch.quantize(x if scope == "row" else x[None], fmt, scope, -1, None)
+        assert found is not None
+        assert differing(found, formats.get(fmt).quantize(x if scope == "row" else x[None], scope=scope, axis=-1)) == 0
+        values += x.numel()
+    assert values > 1_000_000_000
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_a_bad_row_stays_visibly_bad_and_touches_no_other(fmt: str, bad: float) -> None:
+    x = sample("normal", 64, H)
+    x[7, 33] = bad
+    scope = "row" if fmt == "nvfp4" else "block"
+    parts = dispatch.quantize(x, fmt, scope, -1, None)
+    assert parts is not None
+    values = formats.get(fmt).dequantize(parts, scope=scope, axis=-1)
+    assert not values[7].isfinite().all()
+    x[7] = 0
+    clean = dispatch.quantize(x, fmt, scope, -1, None)
+    assert clean is not None
+    keep = torch.arange(64, device=CUDA) != 7
+    assert (
+        differing(
+            Parts(*(p if p is None else p[keep] for p in parts)), Parts(*(p if p is None else p[keep] for p in clean))
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_dequantized_weights_are_those_of_the_reference(fmt: str) -> None:
+    q = swapq.quantize(sample("heavy tails", 3, 64, 768), fmt)
+    with dispatch.use("reference"):
+        expected = q.dequantize(torch.bfloat16)
+    assert torch.equal(q.dequantize(torch.bfloat16).view(torch.int16), expected.view(torch.int16))
+
+
+def block(fmt: str, hidden: int = H, inner: int = I) -> tuple[Parts, Parts]:
+    up = swapq.quantize(sample("normal", E, 2 * inner, hidden, seed=1) * 0.05, fmt)
+    down = swapq.quantize(sample("normal", E, hidden, inner, seed=2) * 0.05, fmt)
+    return up.parts, down.parts
+
+
+def routed(tokens: int, hidden: int = H, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator(CUDA).manual_seed(seed)
+    weights, ids = torch.topk(torch.rand(tokens, E, device=CUDA, generator=g), TOP)
+    return sample("heavy tails", tokens, hidden, seed=seed), ids.to(torch.int32), weights
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize(("hidden", "inner"), [(H, I), (160, 96), (2048, 768), (1440, 736)])
+def test_few_and_many_tokens_have_the_same_bits(fmt: str, hidden: int, inner: int) -> None:
+    from swapq.kernels import fast
+
+    up, down = block(fmt, hidden, inner)
+    x, ids, weights = routed(700, hidden)
+    table = activation_table("silu", CUDA)
+    many = fast.stored_block(x, ids, weights, up, down, fmt, table)  # 175 slots an expert: expanded weights
+    assert 700 * TOP > 64 * E
+    for tokens in (1, 3, 17, 64, 200):
+        few = fast.stored_block(x[:tokens], ids[:tokens], weights[:tokens], up, down, fmt, table)
+        assert torch.equal(few, many[:tokens]), tokens
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_the_block_is_the_reference_up_to_the_order_of_sums(fmt: str) -> None:
+    from swapq.kernels import fast
+    from swapq.nn.expert_block import FrozenExpertLinear, expert_block
+    from swapq.nn.gate import Gate
+
+    up, down = block(fmt)
+    x, ids, weights = routed(100)
+    found = fast.stored_block(x, ids, weights, up, down, fmt, activation_table("silu", CUDA))
+    form = formats.get(fmt)
+    with dispatch.use("reference"):
+        linears = [FrozenExpertLinear(*form.operand(p, scope=form.default_scope, axis=-1), fmt) for p in (up, down)]
+        expected = expert_block(x, ids.long(), weights, *linears, num_experts=E, gate=Gate("silu"))
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2e-3
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_experts_of_another_rank_add_nothing(fmt: str) -> None:
+    from swapq.kernels import fast
+
+    up, down = block(fmt)
+    x, ids, weights = routed(50)
+    table = activation_table("silu", CUDA)
+    whole = fast.stored_block(x, ids, weights, up, down, fmt, table).float()
+    local = torch.full((E,), -1, dtype=torch.int32, device=CUDA)
+    total = torch.zeros_like(whole)
+    for half in (range(E // 2), range(E // 2, E)):
+        local.fill_(-1)
+        local[half.start : half.stop] = torch.arange(len(half), dtype=torch.int32, device=CUDA)
+        mine = [Parts(*(p if p is None else p[half.start : half.stop].contiguous() for p in w)) for w in (up, down)]
+        total += fast.stored_block(x, ids, weights, *mine, fmt, table, local_of=local).float()
+    assert float((total - whole).norm() / whole.norm()) < 1e-2
+
+
+def test_a_cuda_graph_holds_the_block() -> None:
+    from swapq.kernels import fast
+
+    up, down = block("nvfp4")
+    x, ids, weights = routed(24)
+    table = activation_table("silu", CUDA)
+    expected = fast.stored_block(x, ids, weights, up, down, "nvfp4", table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.stored_block(x, ids, weights, up, down, "nvfp4", table)
+    other, other_ids, other_weights = routed(24, seed=9)
+    x.copy_(other), ids.copy_(other_ids), weights.copy_(other_weights)
+    graph.replay()
+    assert not torch.equal(out, expected)
+    assert torch.equal(out, fast.stored_block(other, other_ids, other_weights, up, down, "nvfp4", table))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("nvfp4-rl", "high_precision"),
+        ("nvfp4-rl", "dequantized"),
+        ("mxfp8-rl", "low_precision"),
+        ("mxfp8-rl", "high_precision"),
+        ("mxfp8-rl", "dequantized"),
+    ],
+)
+def test_a_training_step_is_the_reference_up_to_the_order_of_sums(recipe: str, mode: str) -> None:
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe().to(CUDA, torch.bfloat16)
+    swapq.convert(model, recipe, backward=mode, last_layers_bf16=0)
+    ids = torch.arange(1, 60, device=CUDA)[None]
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad(set_to_none=True)
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    logits, grads = step()
+    with dispatch.use("reference"):
+        expected, expected_grads = step()
+    assert float((logits - expected).float().norm() / expected.float().norm()) < 2e-2
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        error = float(
+            (grad - expected_grads[name]).float().norm() / expected_grads[name].float().norm().clamp(min=1e-12)
+        )
+        assert error < 0.1, (name, error)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
+    from swapq.kernels import fast
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe().to(CUDA, torch.bfloat16)
+    swapq.convert(model, recipe, last_layers_bf16=0)
+    experts = model.model.layers[0].mlp.experts
+    fmt, hidden = experts.spec.weights, experts.swapq_layout.hidden
+    g = torch.Generator(CUDA).manual_seed(5)
+    weights, ids = torch.topk(torch.rand(33, experts.swapq_layout.num_experts, device=CUDA, generator=g), 2)
+    x = sample("normal", 33, hidden)
+    trained = experts(x, ids, weights)
+    assert trained.requires_grad
+    up, down = (experts.quantized()[n].parts for n in experts.weight_names())
+    table = activation_table(experts.act_fn, CUDA)
+    assert torch.equal(trained, fast.stored_block(x, ids, weights, up, down, fmt, table))
+    with torch.no_grad():
+        assert torch.equal(trained, experts(x, ids, weights))
