@@ -1,0 +1,65 @@
+"""An engine in which nothing is derived from a loaded tensor takes every tensor by a copy: no reload, the same bits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import swapq
+from tests.vllm import inside
+from tests.vllm.conftest import tiny
+from tests.vllm.engine import Engine
+
+pytestmark = pytest.mark.vllm
+RECIPES = ["nvfp4-rl", "mxfp8-rl"]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("copies")
+    for seed in (0, 1):
+        swapq.export(swapq.convert(tiny(seed), request.param, last_layers_bf16=0), root / str(seed))
+    return [root / "0", root / "1"]
+
+
+@pytest.fixture(scope="module")
+def engine(folders: list[Path]) -> Iterator[Engine]:
+    engine = Engine(folders[0], enforce_eager=True)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_an_update_uses_no_reload(engine: Engine, folders: list[Path], stacked: bool) -> None:
+    assert engine(inside.reloads, str(folders[0]), stacked) == 0
+
+
+def test_copies_and_reload_give_the_same_bits(engine: Engine, folders: list[Path]) -> None:
+    first, second = map(str, folders)
+    reloaded = engine(inside.reloaded_score, second)
+    assert engine(inside.served_digests) == swapq.digest(second)
+    places = engine(inside.addresses)
+    assert not torch.equal(engine(inside.update_and_score, first), reloaded)
+    assert torch.equal(engine(inside.update_and_score, second), reloaded)
+    engine(inside.update, first)
+    assert torch.equal(engine(inside.stacked_update_and_score, second), reloaded)
+    assert engine(inside.served_digests) == swapq.digest(second)
+    assert engine(inside.addresses) == places
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.gate.weight"]
+)
+@pytest.mark.parametrize("fault", ["missing", "flipped", "shape", "stale", "raises"])
+def test_a_fault_in_a_copied_tensor_is_named(engine: Engine, folders: list[Path], fault: str, name: str) -> None:
+    raised, later = engine(inside.faulty_update, str(folders[0]), fault, name, True)
+    assert name in raised
+    assert "does not serve" in later
+    engine(inside.stacked_update, str(folders[0]))
+
+
+def test_a_byte_of_a_merged_linear_written_wrong_is_found(engine: Engine, folders: list[Path]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert name in engine(inside.changed_after_arrival, str(folders[0]), name, True)
+    engine(inside.stacked_update, str(folders[0]))
