@@ -45,7 +45,7 @@ class Region(NamedTuple):
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset()))
 
     def view(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.sizes, self.strides, self.offset)
+        return whole.as_strided(self.sizes, self.strides, whole.storage_offset() + self.offset)
 
 
 class Piece(NamedTuple):

@@ -225,6 +225,22 @@ def update_from_one_buffer(llm: Any, directory: str) -> dict[str, str]:
     return served_digests(llm)
 
 
+def update_from_views(llm: Any, directory: str) -> dict[str, str]:
+    """A sender whose tensors are views of one storage, each at an offset of its own."""
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import apply_update, served_digests
+
+    weights = _weights(directory)
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in weights.values()]
+    whole = torch.cat([torch.nn.functional.pad(r, (16, -r.numel() % 16)) for r in raw])
+    sent, start = {}, 0
+    for (name, tensor), r in zip(weights.items(), raw, strict=True):
+        sent[name] = whole[start + 16 : start + 16 + r.numel()].view(tensor.dtype).view(tensor.shape)
+        start += 16 + r.numel() + -r.numel() % 16
+    apply_update(llm, sent.items(), {n: tensor_digest(t) for n, t in sent.items()})
+    return served_digests(llm)
+
+
 def update_with_poisoned_memory(llm: Any, directory: str) -> Tensor:
     """An update and a score during which every uninitialized tensor is filled with NaN (integers: the largest value)."""
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -48,6 +48,12 @@ def test_copies_and_reload_give_the_same_bits(engine: Engine, folders: list[Path
     assert engine(inside.addresses) == places
 
 
+def test_a_sender_may_send_views_or_one_buffer(engine: Engine, folders: list[Path]) -> None:
+    for update in (inside.update_from_views, inside.update_from_one_buffer):
+        engine(inside.stacked_update, str(folders[0]))
+        assert engine(update, str(folders[1])) == swapq.digest(folders[1])
+
+
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.gate.weight"]
 )
