@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.vllm.stack import stacked
+
 PROMPTS = [[(i * 7 + j * 3) % 64 for j in range(12)] for i in range(6)]
 
 
@@ -87,35 +89,6 @@ def update(llm: Any, directory: str) -> Any:
     return dataclasses.asdict(apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()}))
 
 
-def _stacked(weights: dict[str, Tensor], llm: Any) -> dict[str, Tensor]:
-    from swapq_vllm.receiver import stacked_experts
-
-    return stack(weights, stacked_experts(llm))
-
-
-def stack(weights: dict[str, Tensor], prefixes: frozenset[str]) -> dict[str, Tensor]:
-    """A checkpoint's tensors with experts put together by hand, as a sender of stacks names and lays them out."""
-    found: dict[str, list[tuple[int, str, Tensor]]] = {}
-    out: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        prefix, number, projection, suffix = ([*name.rsplit(".", 3), *[""] * 4])[:4]
-        if prefix in prefixes:
-            side = "down_proj" if projection == "down_proj" else "gate_up_proj"
-            found.setdefault(f"{prefix}.{side}.{suffix}", []).append((int(number), projection, tensor))
-        else:
-            out[name] = tensor
-    for name, parts in found.items():
-        experts = [
-            [t for e, p, t in sorted(parts, key=lambda part: (part[0], part[1] == "up_proj")) if e == number]
-            for number in sorted({e for e, _, _ in parts})
-        ]
-        scalar = experts[0][0].dim() == 0
-        joined = [torch.stack(ts) if scalar else torch.cat(ts) for ts in experts]
-        whole = torch.stack(joined)
-        out[name] = whole.squeeze(1) if scalar and len(experts[0]) == 1 else whole
-    return out
-
-
 def stacked_update(llm: Any, directory: str) -> Any:
     """One verified update whose quantized experts come as stacks; the report, and the names of the stacks."""
     import dataclasses
@@ -123,7 +96,7 @@ def stacked_update(llm: Any, directory: str) -> Any:
     from swapq.digest import tensor_digest
     from swapq_vllm.receiver import apply_update
 
-    weights = _stacked(_weights(directory), llm)
+    weights = stacked(_weights(directory), llm)
     report = apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()})
     return dataclasses.asdict(report), sorted(
         n for n in weights if "_proj." in n and ".experts." in n and "experts." in n
@@ -149,7 +122,7 @@ def sent_stacks(llm: Any, seed: int, recipe: str, overrides: dict[str, Any]) -> 
     sent = {n: tensor_digest(t) for n, t in checkpoint_tensors(model, stacked=stacked_experts(llm))}
     with tempfile.TemporaryDirectory() as folder:
         swapq.export(model, folder)
-        return sent, {n: tensor_digest(t) for n, t in _stacked(_weights(folder), llm).items()}
+        return sent, {n: tensor_digest(t) for n, t in stacked(_weights(folder), llm).items()}
 
 
 def reloaded_score(llm: Any, directory: str) -> Tensor:
@@ -170,7 +143,7 @@ def _worker(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def reloads(llm: Any, directory: str, stacked: bool) -> int:
+def reloads(llm: Any, directory: str, as_stacks: bool) -> int:
     """How often an update used vLLM's reload."""
     runner = _model_runner(llm)
     calls, honest = [], type(runner).reload_weights
@@ -181,7 +154,7 @@ def reloads(llm: Any, directory: str, stacked: bool) -> int:
 
     type(runner).reload_weights = counted
     try:
-        (stacked_update if stacked else update)(llm, directory)
+        (stacked_update if as_stacks else update)(llm, directory)
     finally:
         type(runner).reload_weights = honest
     return len(calls)
@@ -287,13 +260,13 @@ def linear(llm: Any, path: str, x: Tensor) -> Tensor:
         return module.quant_method.apply(module, x, None).clone()
 
 
-def faulty_update(llm: Any, directory: str, fault: str, name: str, stacked: bool = False) -> tuple[str, str]:
+def faulty_update(llm: Any, directory: str, fault: str, name: str, as_stacks: bool = False) -> tuple[str, str]:
     """An update with one fault: the error it raised, and what a request raised afterwards ("served" if nothing)."""
     from swapq.digest import tensor_digest
     from swapq.errors import SyncError
     from swapq_vllm.receiver import apply_update
 
-    good = _stacked(_weights(directory), llm) if stacked else _weights(directory)
+    good = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
     digests = {n: tensor_digest(t) for n, t in good.items()}
     items = list(good.items())
     if fault == "missing":
@@ -357,7 +330,7 @@ def scale_pair(llm: Any, directory: str, name: str) -> str:
     return "nothing"
 
 
-def changed_after_arrival(llm: Any, directory: str, name: str, stacked: bool = False) -> str:
+def changed_after_arrival(llm: Any, directory: str, name: str, as_stacks: bool = False) -> str:
     """An update after which one byte of the live tensor is wrong: the error."""
     from swapq.errors import SyncError
     from swapq_vllm.ledger import Ledger
@@ -373,7 +346,7 @@ def changed_after_arrival(llm: Any, directory: str, name: str, stacked: bool = F
 
     Ledger.compare_held = spoil_and_compare
     try:
-        weights = _stacked(_weights(directory), llm) if stacked else _weights(directory)
+        weights = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
         apply_update(llm, weights.items())
     except SyncError as error:
         return str(error)

@@ -9,6 +9,7 @@ from swapq_vllm.receiver import receive
 from swapq_vllm.served import Served
 from swapq_vllm.worker import WorkerExtension
 from tests.vllm import inside
+from tests.vllm.stack import stack
 
 __all__ = ["StackedWorker"]
 
@@ -19,9 +20,9 @@ class StackedWorker(WorkerExtension):
     def receive_stacks(self, directory: str) -> dict[str, Any]:
         """Spoil the experts, receive a checkpoint's tensors as stacks, and say what was compared and what the first layer holds."""
         served = Served.of(self)
-        for stack in served.stacks.values():
-            getattr(stack.layer, stack.parameter).data.view(torch.uint8).zero_()
-        tensors = inside.stack(inside._weights(directory), served.stacked_experts)
+        for each in served.stacks.values():
+            getattr(each.layer, each.parameter).data.view(torch.uint8).zero_()
+        tensors = stack(inside._weights(directory), served.stacked_experts)
         arrived, equal, _, _ = receive(self, tensors.items(), {n: tensor_digest(t) for n, t in tensors.items()})
         first = next(iter(served.stacks.values()))
         return {"arrived": arrived, "equal": equal, "digest": tensor_digest(getattr(first.layer, first.parameter).data)}

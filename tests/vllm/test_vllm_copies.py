@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +70,24 @@ def test_a_byte_of_a_merged_linear_written_wrong_is_found(engine: Engine, folder
     name = "model.layers.0.self_attn.k_proj.weight"
     assert name in engine(inside.changed_after_arrival, str(folders[0]), name, True)
     engine(inside.stacked_update, str(folders[0]))
+
+
+def start_after_compiled_loops(llm: Any, directory: str) -> int:
+    """An engine that starts in a process that has loaded numba: how many prompts it completes."""
+    from vllm import LLM, SamplingParams
+
+    from swapq.kernels import cpu
+
+    assert cpu.compiled() is not None
+    llm = LLM(model=directory, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=16, enforce_eager=True)
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    return len(llm.generate([{"prompt_token_ids": p} for p in inside.PROMPTS], params, use_tqdm=False))
+
+
+def test_an_engine_starts_in_a_process_that_has_loaded_the_compiled_loops(folders: list[Path]) -> None:
+    pytest.importorskip("numba")
+    process = Engine(None)
+    try:
+        assert process(start_after_compiled_loops, str(folders[0])) == len(inside.PROMPTS)
+    finally:
+        process.close()
