@@ -147,7 +147,7 @@ def _print_conversion(destination: Path, done: Any) -> None:
     if done.resumed:
         _say(f"{done.resumed} shards were finished by an earlier run")
     if done.underflowed_blocks:
-        _say(f"{done.underflowed_blocks} non-zero blocks underflow to zeros (their scale is below E4M3's range)")
+        _say(f"{done.underflowed_blocks} non-zero blocks underflow to zeros (too small for their format)")
     for name in done.left_out:
         _say(
             f"note: {name} was not copied: weights that are not the checkpoint's own, a linked folder, or no file",

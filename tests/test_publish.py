@@ -111,8 +111,6 @@ def test_the_card_has_front_matter_that_the_hub_reads_and_measured_numbers(made:
 
 
 def test_a_card_is_not_written_for_a_folder_that_does_not_verify(made: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(made / "dst", tmp_path / "dst")
     tensors = load_file(tmp_path / "dst" / "model.safetensors")
     tensors.pop("model.layers.0.mlp.experts.0.up_proj.weight_scale")

@@ -291,6 +291,13 @@ def test_a_config_that_is_gone_is_named(finished: Path) -> None:
     assert swapq.verify(finished).problems == ["hf_quant_config.json: recorded in swapq.json and missing"]
 
 
+def test_a_shard_that_nothing_lists_is_found(finished: Path) -> None:
+    shutil.copy(finished / "model-00001-of-00003.safetensors", finished / "model-extra.safetensors")
+    assert swapq.verify(finished).problems == [
+        "model-extra.safetensors: lies beside the shards, and some readers load every file"
+    ]
+
+
 def test_a_copied_file_that_is_gone_is_a_fault_and_one_that_differs_from_the_source_is_noted(
     made: Path, tmp_path: Path
 ) -> None:

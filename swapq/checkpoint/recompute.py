@@ -11,7 +11,7 @@ from swapq import formats
 from swapq.checkpoint.described import Described
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.raw import as_bytes
-from swapq.checkpoint.source import SourceFiles, matrix_of, quantized, vanished_blocks
+from swapq.checkpoint.source import SourceFiles, expanded, quantized, vanished_blocks
 from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Unit, units_of
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
@@ -89,7 +89,7 @@ def _unit(
             problems.append(f"{unit.source.name}: not quantized, and not bit-identical to the source")
         return
     if isinstance(unit, Expand):
-        _check(unit.outputs[0].name, matrix_of(unit.slab, theirs), folder, files, problems)
+        _check(unit.outputs[0].name, expanded(unit, theirs), folder, files, problems)
         return
     for target, rows, parts in quantized(unit, theirs):
         for name, tensor in layout.encode(target.weight, target.fmt, parts).items():

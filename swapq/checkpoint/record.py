@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from swapq._version import __version__
 from swapq.checkpoint.job import CONVERSION_VERSION, Job
+from swapq.checkpoint.units import Expand
 from swapq.checkpoint.writer import write_json
 from swapq.errors import CheckpointError
 from swapq.headers import INDEX_NAME, read_json
@@ -213,6 +214,7 @@ def completion(job: Job, state: Progress, others: tuple[str, ...], folder: Path)
         "source": {
             "headers_sha256": job.source_hashes,
             "bytes": job.source.nbytes,
+            "dequantized": sum(isinstance(unit, Expand) for shard in job.shards for unit in shard.units),
             "mtime_ns": state.source_mtime_ns,
         },
         "shards": {name: dict(shards[name]) for name in sorted(shards)},

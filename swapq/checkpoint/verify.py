@@ -93,6 +93,8 @@ def verify(
     if described.layout == "none":
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
+    strays = {p.name for p in folder.path.glob("*.safetensors")} - set(folder.files)
+    report.problems += [f"{name}: lies beside the shards, and some readers load every file" for name in sorted(strays)]
     known = _structure(folder, described, layout, report)
     try:
         entry = described.config.get("quantization_config") or {}
