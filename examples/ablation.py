@@ -3,6 +3,8 @@
     python examples/ablation.py                         # 9 configurations, 3 seeds, 60 steps each; finished runs are kept
     python examples/ablation.py --only bf16 fp8-rollout # some of them
     python examples/ablation.py --report                # only write the report of what is finished
+
+After the runs it measures which parts of a model should stay in BF16, on converted models that are not trained further.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from comparison.configuration import CONFIGURATIONS, named
 from comparison.schedule import Schedule, finished
 
 ROOT = Path(__file__).resolve().parent.parent
+PRECISION = "precision.json"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -20,10 +23,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     labels = [configuration.label for configuration in CONFIGURATIONS]
-    add("--only", nargs="+", metavar="LABEL", default=labels, help=f"configurations (default: all): {', '.join(labels)}")
+    add(
+        "--only", nargs="+", metavar="LABEL", default=labels, help=f"configurations (default: all): {', '.join(labels)}"
+    )
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of prompts and sampling (default: 0 1 2)")
     add("--steps", type=int, default=60, help="GRPO steps of a run (default: 60)")
-    add("--output", type=Path, default=ROOT / "runs" / "ablation", help="folder of runs and report (default: runs/ablation)")
+    add(
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "ablation",
+        help="folder of runs and report (default: runs/ablation)",
+    )
     cache = ROOT / ".cache" / "arithmetic"
     add("--cache", type=Path, default=cache, help="where the supervised start is kept (default: .cache/arithmetic)")
     add("--report", action="store_true", help="start no run: write the report of what is finished")
@@ -49,8 +59,11 @@ def main() -> int:
         print(f"error: no run of {options.steps} steps is finished in {options.output}", file=sys.stderr)
         return 2
     from comparison.page import write_page
+    from comparison.precision import measure
 
-    print(f"report: {write_page(runs, options.output)}")
+    measured = measure(options.output / PRECISION, () if options.report else tuple(options.seeds))
+    command = f"python examples/ablation.py --steps {options.steps} --seeds {' '.join(map(str, options.seeds))}"
+    print(f"report: {write_page(runs, options.output, precision=measured, command=command)}")
     return 1 if failed else 0
 
 

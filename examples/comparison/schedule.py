@@ -72,5 +72,3 @@ def _context() -> Any:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["comparison.preloaded"])
     return found
-
-
