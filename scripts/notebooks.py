@@ -1,7 +1,7 @@
 """Runs the notebooks without Jupyter, each in a process and a namespace of its own: what a reader sees is what the tests execute.
 
-    python scripts/notebooks.py                      # run all of examples/notebooks; exit code 1 if a cell fails
-    python scripts/notebooks.py --write NOTEBOOK...  # and keep printed text and figures in the files
+python scripts/notebooks.py                      # run all of examples/notebooks; exit code 1 if a cell fails
+python scripts/notebooks.py --write NOTEBOOK...  # and keep printed text and figures in the files
 """
 
 import argparse
