@@ -48,6 +48,9 @@ ROWS = (
     Row("mxfp8-rl, matched", "mxfp8-rl", "mxfp8-rl"),
     Row("nvfp4-rl, matched, default layers in BF16", "nvfp4-rl default", "nvfp4-rl default"),
     Row("nvfp4-rl, matched, every layer NVFP4", "nvfp4-rl", "nvfp4-rl"),
+    Row("fp8-block-rl, matched", "fp8-block-rl", "fp8-block-rl"),
+    Row("fp8-rollout: FP8 rollout, BF16 trainer", "fp8-block-rl", "fp8-rollout"),
+    Row("int4-qat in groups of 32, matched", "int4-qat", "int4-qat"),
     Row("unmatched: NVFP4 rollout, BF16 trainer", "nvfp4-rl", "bf16"),
 )
 
@@ -62,7 +65,9 @@ def converted(source: Path, recipe: str) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     name, _, default = recipe.partition(" ")
-    overrides = {"last_layers_bf16": 0} if name == "nvfp4-rl" and not default else {}
+    overrides: dict[str, Any] = {"last_layers_bf16": 0} if name == "nvfp4-rl" and not default else {}
+    if name == "int4-qat":  # 128 does not divide the tiny model's inner length
+        overrides["weights"] = {"routed_experts": "int4_g32"}
     swapq.convert(model, name, **overrides)
     round_as_served(model)  # as the trainers of swapq_trl do
     return model.to("cuda" if torch.cuda.is_available() else "cpu")  # where vLLM runs too

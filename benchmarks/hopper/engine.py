@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ TARGETS = {
 ENGINES = ("bf16", "nvfp4-rl", "marlin", "mxfp8-rl")
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, engines: Sequence[str] = ENGINES) -> None:
     """A BF16 checkpoint and its exports: swapq's NVFP4 and MXFP8, and the same NVFP4 codes in ModelOpt's layout."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -35,7 +35,7 @@ def make(folder: Path) -> None:
         num_hidden_layers=LAYERS, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
         norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=16384,
     )  # fmt: skip
-    for engine in ENGINES:
+    for engine in engines:
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
@@ -124,4 +124,4 @@ def rows() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[2])) if sys.argv[1] == "--make" else measure(sys.argv[2])
+    make(Path(sys.argv[2]), sys.argv[3:] or ENGINES) if sys.argv[1] == "--make" else measure(sys.argv[2])

@@ -1,6 +1,6 @@
 """The plugin's custom ops: the trainer's expert block and linear, opaque to torch.compile, with weights passed as flat tensors.
 
-On a GPU of compute capability 9.0 or above NVFP4 and MXFP8 run on kernels that a CUDA graph can hold. Where they do not reach (other
+On a Hopper GPU NVFP4 and MXFP8 run on kernels that a CUDA graph can hold. Where they do not reach (other
 formats, other GPUs, odd shapes) the bodies run torch code whose routing reads token counts on the host: right, but it synchronizes and
 cannot be captured; the experts' method says so when the engine starts (:func:`capturable`).
 """

@@ -25,7 +25,7 @@ def grouped_input_grad(dy: Tensor, w: Tensor, routing: Routing) -> Tensor:
 
 
 def grouped_weight_grad(dy: Tensor, x: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """wgrad of each expert: ``dy [R, N]`` transposed times ``x [R, K]``, BF16 sums' result in ``dtype``, ``[E, N, K]``.
+    """wgrad of each expert: ``dy [R, N]`` transposed times ``x [R, K]``: float32 sums, rounded to BF16, then ``dtype``; ``[E, N, K]``.
 
     An expert without rows gets exact zeros.
     """

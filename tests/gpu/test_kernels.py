@@ -228,3 +228,21 @@ def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
     assert torch.equal(trained, fast.stored_block(x, ids, weights, up, down, fmt, table))
     with torch.no_grad():
         assert torch.equal(trained, experts(x, ids, weights))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("rows", [1, 7, 40, 200, 300, 700])
+def test_a_linear_has_the_same_bits_with_and_without_gradients_for_any_number_of_rows(fmt: str, rows: int) -> None:
+    from swapq.kernels.routing import Routing
+    from swapq.nn.functional import LinearSpec, TrainableExpertLinear
+    from swapq.nn.linear import frozen_linear
+
+    master = (sample("normal", 1, 416, 160, seed=4) * 0.05).requires_grad_()
+    bias = sample("normal", 416, seed=6)
+    x = sample("heavy tails", rows, 160, seed=5)
+    q = swapq.quantize(master.detach()[0], fmt)
+    trainable = TrainableExpertLinear(master, bias[None], LinearSpec(fmt, fmt, "dequantized"))
+    trained = trainable(x, Routing.single(rows, CUDA), gather=False)
+    assert trained.requires_grad
+    assert torch.equal(trained, frozen_linear(x, q, bias, fmt))
+    assert torch.equal(trained[:1], frozen_linear(x[:1], q, bias, fmt))

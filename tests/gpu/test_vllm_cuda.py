@@ -14,6 +14,11 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PROMPTS = [[(i * 7 + j * 3) % 60 + 3 for j in range(24)] for i in range(8)]
 RECIPES = {"nvfp4-rl": {"last_layers_bf16": 1}, "mxfp8-rl": {}, "bf16": {}}
+ENGINES = [
+    *((recipe, True) for recipe in RECIPES),
+    ("nvfp4-rl", False),
+    ("mxfp8-rl", False),
+]  # eager, or with CUDA graphs
 
 
 def model_of(recipe: str) -> torch.nn.Module:
@@ -35,13 +40,14 @@ def model_of(recipe: str) -> torch.nn.Module:
     return swapq.convert(model, recipe, **RECIPES[recipe]).cuda().eval()
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda p: f"{p[0]}-{'eager' if p[1] else 'graphs'}")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The trainer's model and an engine that opened its export."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     from vllm import LLM
 
-    model, folder = model_of(request.param), tmp_path_factory.mktemp(request.param)
+    recipe, eager = request.param
+    model, folder = model_of(recipe), tmp_path_factory.mktemp(recipe)
     swapq.export(model, folder)
     llm = LLM(
         model=str(folder),
@@ -49,9 +55,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         max_model_len=64,
         max_num_seqs=16,
         gpu_memory_utilization=0.15,
-        enforce_eager=True,
+        enforce_eager=eager,
     )
-    yield request.param, model, llm, folder
+    yield recipe, model, llm, folder
     del llm
     torch.cuda.empty_cache()
 

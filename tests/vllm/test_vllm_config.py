@@ -13,6 +13,7 @@ from swapq.errors import CheckpointError, SwapqError, UnsupportedError
 from swapq.nn.expert_block import FrozenExpertLinear, expert_block
 from swapq.nn.gate import Gate
 from swapq.qtensor import quantize
+from swapq.recipe_rules import FORMATS
 
 pytest.importorskip("vllm")
 
@@ -130,6 +131,31 @@ def test_a_linear_outside_the_experts_has_no_scale_over_its_whole_weight() -> No
     ours = config(nvfp4=["l.self_attn.o_proj.weight"])
     with pytest.raises(UnsupportedError, match="FP32 scale spans a whole weight"):
         ours.get_quant_method(LinearBase.__new__(LinearBase), "l.self_attn.o_proj")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "part", "good", "bad"),
+    [
+        ("fp8_block", "scales", [1e-13, 2.0], [0.0, -1.0, torch.inf, torch.nan]),
+        ("int4", "scales", [1e-5, 0.5], [0.0, -0.5, torch.inf, torch.nan]),
+        ("nvfp4", "global_scale", [1e-30, 1.0], [0.0, -1.0, torch.nan]),
+    ],
+)
+def test_scales_that_no_quantizer_writes_are_unsound(fmt: str, part: str, good: list[float], bad: list[float]) -> None:
+    dtype = formats.get(fmt).dtypes[part]
+    assert not unsound(torch.tensor(good, dtype=dtype), fmt, part).any()
+    assert unsound(torch.tensor(bad, dtype=dtype), fmt, part).all()
+
+
+def test_codes_outside_the_range_are_unsound() -> None:
+    q = quantize(torch.randn(4, 64).to(torch.bfloat16), "int4", block=32)
+    packed = q.spec.stored(q.parts).codes
+    assert not unsound(packed, "int4_g32", "codes").any()
+    packed[1, 3] = 0x38  # 3 and -8
+    packed[2, 5] = 0x81
+    assert unsound(packed, "int4_g32", "codes").nonzero().tolist() == [[1, 3], [2, 5]]
+    codes = torch.tensor([0.5, torch.nan]).to(torch.float8_e4m3fn)
+    assert unsound(codes, "fp8_block", "codes").tolist() == [False, True]
 
 
 def test_registering_twice_changes_nothing() -> None:
@@ -257,30 +283,42 @@ def test_an_fp32_scale_is_finite_and_positive(value: float) -> None:
     assert unsound(torch.tensor([1.0, value]), "nvfp4", "global_scale").tolist() == [False, True]
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block", "int4_g32"])
 @pytest.mark.parametrize("stored", ["operands", "codes"])
 def test_the_op_is_the_expert_block_and_honours_the_expert_map(fmt: str, stored: str) -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def weight(*shape: int) -> Any:
-        return quantize(torch.randn(shape, generator=generator).to(torch.bfloat16), fmt)
+    form, rows_format = formats.get(fmt), FORMATS[fmt].activations[0]
+    scope = form.scope_of_stack(64, 2)  # FP8 block: 128 does not divide either half
 
-    gate_up, down = weight(4, 64, 64), weight(4, 64, 32)
+    def weight(*shape: int, scope: str | None = None) -> Any:
+        return quantize(torch.randn(shape, generator=generator).to(torch.bfloat16), fmt, scope=scope)
+
+    gate_up, down = weight(4, 64, 64, scope=scope), weight(4, 64, 32)
     x = torch.randn(9, 64, generator=generator).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)])
     weights = torch.rand(9, 2, generator=generator)
 
     def listed(q: Any, rows: slice) -> list[torch.Tensor]:
-        parts = q.operand() if stored == "operands" else q.parts
+        parts = q.operand() if stored == "operands" else form.stored(q.parts)
         return [t[rows] for t in parts if t is not None]
 
     def run(rows: slice, expert_map: torch.Tensor | None) -> torch.Tensor:
-        format_name = "" if stored == "operands" else fmt
+        format_name = "" if stored == "operands" else fmt if scope == form.default_scope else f"{fmt}:{scope}"
         return routed_experts(
-            x, weights, ids.int(), expert_map, listed(gate_up, rows), listed(down, rows), format_name, fmt, "silu", True
+            x,
+            weights,
+            ids.int(),
+            expert_map,
+            listed(gate_up, rows),
+            listed(down, rows),
+            format_name,
+            rows_format,
+            "silu",
+            True,
         )
 
-    linears = [FrozenExpertLinear(*q.operand(), fmt) for q in (gate_up, down)]
+    linears = [FrozenExpertLinear(*q.operand(), rows_format) for q in (gate_up, down)]
     whole = expert_block(x, ids, weights, *linears, num_experts=4, gate=Gate("silu"))
     assert torch.equal(run(slice(None), None), whole)
     for here in ((0, 1), (2, 3)):

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -87,7 +88,8 @@ def _keep(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _require(code: Any, what: str) -> None:

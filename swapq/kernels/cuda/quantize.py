@@ -29,7 +29,8 @@ GROUPS = {"nvfp4": 128, "mxfp8": 64}
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
-_LAG = 3  # matrices between the amax of one and its codes
+_LAG = 2  # matrices between the amax of one and its codes
+_FEW_BLOCKS = 72 << 10  # shared memory that leaves room for three blocks: what is under way must fit into the cache
 
 
 class RowOperand(NamedTuple):
@@ -120,7 +121,8 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor) -> Parts:
     decode = torch.empty(lead, dtype=torch.float32, device=x.device)
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
     kernel = program("quantize_stack", x.device, K=k, N=n, LANES=lanes, PIECES=pieces, LAG=_LAG, THREADS=_THREADS)
-    kernel.launch((periods * blocks,), _THREADS, x, matrices, scopes, codes, scales, decode)
+    kernel.allow_shared_memory(_FEW_BLOCKS)
+    kernel.launch((periods * blocks,), _THREADS, x, matrices, scopes, codes, scales, decode, shared=_FEW_BLOCKS)
     return Parts(codes, scales, decode)
 
 

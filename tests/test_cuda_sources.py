@@ -1,0 +1,139 @@
+"""The CUDA and Triton kernels without a GPU: they compile for Hopper and for Blackwell, and their arithmetic tricks are exact."""
+
+import numpy as np
+import pytest
+import torch
+
+from swapq.errors import SwapqError
+from swapq.formats.bits import e2m1_encode
+from swapq.kernels.cuda import program
+
+pytest.importorskip("cuda.bindings.nvrtc")
+ARCHITECTURES = ("sm_90", "sm_100")
+_DECODE = {"M_TILES": 2, "WARPS": 8, "BLOCKS": 2, "AHEAD": 2}
+_ROWS = {"LANES": 32, "THREADS": 256}
+KERNELS = [
+    *(
+        ("quantize_rows", {"K": k, "FORMAT": f, "OPERAND": o, "GATED": g, "GROUP": 64 if f == 2 else 128, **_ROWS})
+        for k in (160, 768)
+        for f in (0, 1, 2)
+        for o in (0, 1)
+        for g in (0, 1)
+        if not (f == 1 and (o or g))
+    ),
+    ("quantize_stack", {"K": 768, "N": 100, "PIECES": 4, "LAG": 2, **_ROWS}),
+    *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
+    *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
+    *(
+        ("dequantize", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "SCOPE_ROWS": 7, "THREADS": 256})
+        for nv in (0, 1)
+    ),
+    *(
+        (
+            "grouped_decode",
+            {
+                "K": 768,
+                "N": 512,
+                "NVFP4": nv,
+                "GROUP": 128 if nv else 64,
+                "TILES": t,
+                "CHUNK": 768,
+                "GATED": g,
+                "SPREAD": g,
+                **_DECODE,
+            },
+        )
+        for nv in (0, 1)
+        for t, g in ((1, 1), (4, 0))
+    ),
+    ("routing", {"EXPERTS": 128, "TOKENS": 8, "THREADS": 1024}),
+    ("combine", {"H": 768, "THREADS": 256}),
+    ("combine_backward", {"H": 768, "THREADS": 256}),
+    *(("swiglu", {"I": 768, "BACKWARD": b, "THREADS": 256}) for b in (0, 1)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("kernels")
+    patch.setenv("SWAPQ_CACHE", str(folder))
+    yield folder
+    patch.undo()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", sorted({file for file, _ in KERNELS}))
+def test_every_kernel_compiles(file: str, architecture: str) -> None:
+    for constants in [c for f, c in KERNELS if f == file]:
+        assert program.compile_source(f"{file}.cu", architecture, tuple(sorted(constants.items())))[:4] == b"\x7fELF"
+
+
+def test_a_compiled_kernel_is_kept_and_found_again(cache: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = (("H", 64), ("THREADS", 128))
+    first = program.compile_source("combine.cu", "sm_90", constants)
+    monkeypatch.setattr(program, "_keep", lambda *_: pytest.fail("compiled again"))
+    assert program.compile_source("combine.cu", "sm_90", constants) == first
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"  # type: ignore[operator]
+    file.write_text("not a folder")
+    monkeypatch.setenv("SWAPQ_CACHE", str(file))
+    assert program.compile_source("combine.cu", "sm_90", (("H", 32), ("THREADS", 128)))
+
+
+def test_a_source_that_does_not_compile_says_where() -> None:
+    with pytest.raises(SwapqError, match=r"combine\.cu: NVRTC"):
+        program.compile_source("combine.cu", "sm_90", (("H", 64),))
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_triton_kernel_compiles(capability: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from swapq.kernels.grouped_gemm import _kernel
+
+    signature = {
+        "x": "*fp16", "x_scale": "*fp32", "w": "*fp16", "w_scale": "*fp32", "w_scale_stride": "i32", "bias": "*fp32", "table": "*bf16",
+        "slots": "*i32", "tiles": "*i32", "y": "*bf16", "top_k": "i32", "N": "i32", "K": "i32",
+    }  # fmt: skip
+    constants = {
+        "SPREAD": True, "SORTED": False, "DENSE": False, "GATED": gated, "HAS_ROW_SCALE": True, "HAS_SCALE": True, "HAS_BIAS": True,
+        "BM": 128, "BN": 128, "BK": 32,
+    }  # fmt: skip
+    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 4})
+    assert "cubin" in built.asm
+
+
+def least_sum(v: np.ndarray) -> np.ndarray:
+    """``e2m1_sum`` of contract.cuh: float64 holds each sum exactly, so one rounding to float32 is that of a fused multiply-add."""
+    wide = v.astype(np.float64)
+    pieces = [
+        (wide * slope + 4194304.0 + offset).astype(np.float32).view(np.uint32)
+        for slope, offset in ((1, 0), (0.5, 1), (0.25, 2))
+    ]
+    return np.minimum(np.minimum.reduce(pieces), np.uint32(0x4A800007))
+
+
+def test_the_least_of_three_sums_is_the_code() -> None:
+    edges = (
+        np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1.0, 2.0, 4.0, 6.0, 8.0], np.float32)
+        .view(np.uint32)
+        .astype(np.int64)
+    )
+    near = (edges[:, None] + np.arange(-4000, 4001)).ravel()
+    random = np.random.default_rng(0).integers(0, 0x7F800001, 4_000_000)
+    bits = np.concatenate([near, random, np.arange(0, 0x7F800001, 1 << 16)]).astype(np.uint32)
+    v = bits.view(np.float32)
+    with np.errstate(over="ignore"):
+        found = least_sum(v)
+    assert (found >> 4 == 0x4A80000).all()  # nothing but the code changes: words are packed by additions
+    expected = e2m1_encode(torch.from_numpy(v.copy())).numpy()
+    assert ((found & 0xF) == expected).all()
