@@ -136,7 +136,11 @@ def control_range(control: Group, name: str = "exact") -> tuple[list[float], lis
 
 
 def larger_mismatch(one: Group, other: Group) -> dict[str, float]:
-    """`one` against `other`, same seed and same step: both means of |d log p|, their ratio, the medians of k3, and the share of steps at which `one` is larger."""
+    """`one` against `other`, same seed and same step.
+
+    Both means of |d log p| and their ratio, the medians of k3, the largest |d log p|, and the share of steps at which the mean of `one`
+    is larger.
+    """
     pairs = _paired(one, other, "mismatch_mean")
     mean = [statistics.fmean(values) for values in zip(*pairs, strict=True)]
     largest = [max(values) for values in zip(*_paired(one, other, "mismatch_max"), strict=True)]
