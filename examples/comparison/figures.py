@@ -47,7 +47,7 @@ def draw_drift(found: Sequence[Group]) -> bytes:
     for position, (name, title, log_scale) in enumerate(panels, start=1):
         axes = figure.add_subplot(2, 2, position)
         for group in found:
-            curve = group.mean_curve(name, WINDOW)
+            curve = group.median_curve(name, WINDOW)
             axes.plot(range(1, len(curve) + 1), curve, color=_colour(group), linewidth=1.4, label=group.label)
         if log_scale:
             axes.set_yscale("log")
@@ -63,16 +63,17 @@ def draw_norms(found: Sequence[Group]) -> bytes:
     boxes = axes.boxplot(values, whis=(5, 95), showfliers=True, flierprops={"markersize": 2}, patch_artist=True)
     for box, group in zip(boxes["boxes"], found, strict=True):
         box.set(facecolor=_colour(group), alpha=0.5)
+    axes.set_yscale("log")
     axes.set_xticks(range(1, len(found) + 1), [group.label for group in found], rotation=35, ha="right", fontsize=7)
     axes.set_title("gradient norm (box: quartiles, whiskers: 5 to 95 %)", fontsize=9)
     axes.tick_params(labelsize=7)
     axes = figure.add_subplot(1, 2, 2)
     for group in found:
         if group.label == "bf16" or group.label.endswith(("high_precision", "dequantized")):
-            curve = group.mean_curve("grad_norm", WINDOW)
+            curve = group.median_curve("grad_norm", WINDOW)
             style = "--" if group.label.endswith("dequantized") else "-"
             axes.plot(range(1, len(curve) + 1), curve, style, color=_colour(group), linewidth=1.4, label=group.label)
-    _dress(axes, "gradient norm, running mean over 10 steps", legend=True)
+    _dress(axes, f"gradient norm, running medians over {WINDOW} steps", legend=True)
     return _png(figure)
 
 

@@ -53,7 +53,10 @@ def write_page(
             f"Running means over {WINDOW} steps. Thin: one seed. Thick: their mean. Grey: from the lowest to the highest bf16 seed.",
             draw_learning(found),
         ),
-        "Mismatch and drift": (f"Means over seeds, running means over {WINDOW} steps.", draw_drift(found)),
+        "Mismatch and drift": (
+            f"Means over seeds of running medians over {WINDOW} steps; what single tokens do is in the tables.",
+            draw_drift(found),
+        ),
         "Gradient norms": ("All steps of all seeds.", draw_norms(found)),
         "Time and memory": ("The tiny model on a CPU: seconds say little about a GPU.", draw_cost(found)),
     }

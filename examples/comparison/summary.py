@@ -48,6 +48,14 @@ class Group:
         curves = [running_mean(values, window) for values in self.series(name)]
         return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
+    def median_curve(self, name: str, window: int) -> list[float]:
+        """The mean over seeds of running medians: what single tokens cannot carry."""
+        curves = [
+            [statistics.median(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+            for values in self.series(name)
+        ]
+        return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+
     def mean(self, name: str, part: slice = slice(None)) -> float:
         """The mean over seeds and the steps of `part`."""
         return statistics.fmean(value for values in self.series(name) for value in values[part])
