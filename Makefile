@@ -7,7 +7,7 @@ OMP_NUM_THREADS ?= 1
 export VENV PYTHON OMP_NUM_THREADS
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-gpu lint clean
+.PHONY: help env demo ablation notebooks test test-all test-gpu lint clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -17,6 +17,12 @@ env: ## Create .venv with everything pinned (once; does nothing when it is up to
 
 demo: env ## The main job: train a tiny MoE with GRPO and vLLM rollouts, write runs/arithmetic/report.html
 	$(PY) examples/grpo_arithmetic.py $(ARGS)
+
+ablation: env ## Nine configurations over three seeds, about 45 minutes on two cores; runs/ablation/report.html
+	$(PY) examples/ablation.py $(ARGS)
+
+notebooks: env ## Run examples/notebooks and keep what they show
+	$(PY) scripts/notebooks.py --write $(ARGS)
 
 test: env ## Fast tests, real vLLM included
 	$(PY) -m pytest -m "not slow and not gpu" $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from arithmetic.model import build_model, build_tokenizer, model_config
 from arithmetic.task import supervised_batch
@@ -43,21 +43,8 @@ def warm_model(cache: Path, settings: Warmup | None = None, *, quiet: bool = Fal
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     set_seed(settings.seed)
-    rng = random.Random(settings.seed)
     model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    loss_column = TextColumn("loss {task.fields[loss]:.3f}")
-    columns = (TextColumn("supervised start"), BarColumn(), loss_column, TimeRemainingColumn())
-    with Progress(*columns, disable=quiet) as progress:
-        bar = progress.add_task("start", total=settings.steps, loss=float("nan"))
-        for _ in range(settings.steps):
-            batch = supervised_batch(rng, settings.batch, settings.p_right)
-            ids, labels = _encode(tokenizer, batch)
-            loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            progress.update(bar, advance=1, loss=loss.item())
+    teach(model, tokenizer, settings, quiet=quiet)
     # written beside its place and moved in one step, so that an interrupted run leaves no half folder behind
     staging = Path(tempfile.mkdtemp(dir=cache))
     model.config.dtype = torch.float32
@@ -70,7 +57,25 @@ def warm_model(cache: Path, settings: Warmup | None = None, *, quiet: bool = Fal
     return folder
 
 
-def _encode(tokenizer, batch: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Warmup, *, quiet: bool = False) -> None:
+    """Train `model` on sums, in place: any causal LM with this tokenizer."""
+    rng = random.Random(settings.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+    loss_column = TextColumn("loss {task.fields[loss]:.3f}")
+    columns = (TextColumn("supervised start"), BarColumn(), loss_column, TimeRemainingColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        bar = progress.add_task("start", total=settings.steps, loss=float("nan"))
+        for _ in range(settings.steps):
+            batch = supervised_batch(rng, settings.batch, settings.p_right)
+            ids, labels = encode(tokenizer, batch)
+            loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.update(bar, advance=1, loss=loss.item())
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, batch: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded token ids and labels that cover only the answer and the end token."""
     rows, marks = [], []
     for prompt, answer in batch:
