@@ -47,9 +47,14 @@ def convert(
     Raises:
         RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`.
         FormatError: a weight that is not finite, by name.
-        UnsupportedError: a model that is converted already, or wrapped in hooks that would bypass the swap; a weight that two
-            modules share; a linear with a forward of its own.
+        UnsupportedError: no model, such as a folder; a model that is converted already, or wrapped in hooks that would bypass the swap; a
+            weight that two modules share; a linear with a forward of its own.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"convert takes a model, got {type(model).__name__} {model!r:.80}; a folder becomes another with swapq.convert_checkpoint, or "
+            "a model with from_pretrained"
+        )
     if is_converted(model):
         raise UnsupportedError(
             f"the model is converted already, to {recipe_of(model).name!r}; load it afresh to convert it otherwise"

@@ -103,6 +103,12 @@ def test_a_second_conversion_is_refused() -> None:
         swapq.convert(converted(), "mxfp8-rl")
 
 
+@pytest.mark.parametrize("model", ["a/folder", None, [1]])
+def test_what_is_no_model_is_refused_with_what_to_call_for_a_folder(model: object) -> None:
+    with pytest.raises(swapq.SwapqError, match=r"convert takes a model, got .*convert_checkpoint"):
+        swapq.convert(model, "nvfp4-rl")  # type: ignore[type-var]
+
+
 def test_a_refused_plan_changes_nothing() -> None:
     model = qwen3_moe()
     classes = [type(m) for m in model.modules()]

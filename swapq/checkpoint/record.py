@@ -163,7 +163,7 @@ def record_faults(record: Mapping[str, Any], folder: Path) -> list[str]:
     Records of earlier versions, which hash the shards alone, are believed.
     """
     found = []
-    if _SEAL in record and record[_SEAL] != _seal(record):
+    if {_SEAL, "configs"} & record.keys() and record.get(_SEAL) != _seal(record):
         found.append(f"{RECORD_NAME}: is not what was written when the folder was finished; the file changed")
     configs, files = record.get("configs"), record.get("files")
     for name, said in sorted(configs.items()) if isinstance(configs, dict) else ():

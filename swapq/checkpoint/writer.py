@@ -61,7 +61,7 @@ def shard_bytes(size: "int | str") -> int:
         if isinstance(size, str):
             found = int(size) if size.isascii() and size.isdigit() else parse_size_to_int(size)
         else:
-            found = operator.index(size)
+            found = operator.index(0 if isinstance(size, bool) else size)
     except (ValueError, TypeError, OverflowError):
         raise UnsupportedError(f"max_shard_size is {size!r}; give bytes, or a string such as '5GB'") from None
     if found < 1:

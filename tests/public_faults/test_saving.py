@@ -125,7 +125,7 @@ def test_60_an_export_that_fails_leaves_the_earlier_one_whole(tmp_path: Path) ->
         broken.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan
     with pytest.raises(swapq.SwapqError, match="not finite"):
         swapq.export(broken, tmp_path)
-    for size in ("five", 0, -1, 2.5, None):
+    for size in (True, "five", 0, -1, 2.5, None):
         with pytest.raises(swapq.SwapqError, match="max_shard_size"):
             swapq.export(converted(), tmp_path, max_shard_size=size)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
