@@ -182,9 +182,9 @@ CASES: dict[str, tuple[str, Callable[[Tensors, Config], Any], str, str]] = {
     ),
     "an unknown format": (
         "nvfp4-rl",
-        lambda t, c: c["quantization_config"]["quantized"].update(int4=["x.weight"]),
-        "int4",
-        "runs nvfp4",
+        lambda t, c: c["quantization_config"]["quantized"].update(int3=["x.weight"]),
+        "int3",
+        "runs",
     ),
     "a file cut short": ("nvfp4-rl", lambda t, c: None, "model.safetensors", "cut short"),
 }
