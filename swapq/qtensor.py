@@ -213,3 +213,9 @@ def require_finite(x: Tensor, name: str) -> None:
             f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first at index {first} ({x[first].item()}); "
             "repair the weight (a diverged run or a damaged file) before quantizing it"
         )
+
+
+def _is_finite(x: Tensor) -> bool:
+    """One pass without a temporary of the size of ``x``. NaN and Inf show in the extremes."""
+    pieces = x if x.dim() > 2 and x.numel() >= 1 << 31 else (x,)  # torch reduces fewer elements than that to a pair
+    return bool(torch.isfinite(torch.stack([end for piece in pieces for end in torch.aminmax(piece)])).all())

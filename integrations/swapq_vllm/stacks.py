@@ -65,7 +65,10 @@ class Shard:
         first, count = self.experts[0] if self.experts else 0, len(self.experts)
         if self.experts == tuple(range(first, first + count)):
             return arrived.narrow(0, first, count)
-        return arrived[torch.tensor(self.experts, device=arrived.device)]
+        mine = torch.tensor(self.experts, device=arrived.device)
+        if arrived.element_size() == 1:  # not every device indexes float8
+            return arrived.view(torch.uint8)[mine].view(arrived.dtype)
+        return arrived[mine]
 
 
 @dataclass(frozen=True, slots=True)
