@@ -184,7 +184,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors, Config], Any], str, str]] = {
         "nvfp4-rl",
         lambda t, c: c["quantization_config"]["quantized"].update(int3=["x.weight"]),
         "int3",
-        "runs",
+        "this plugin runs",
     ),
     "a file cut short": ("nvfp4-rl", lambda t, c: None, "model.safetensors", "cut short"),
 }
