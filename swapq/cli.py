@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -38,6 +39,11 @@ class _Commands(TyperGroup):
         except OSError as error:
             typer.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
         ctx.exit(2)
+
+
+def _say(text: str, *, on: Console | None = None, style: str | None = None) -> None:
+    """One line as it is: paths and names may hold brackets, and a line cut in two is found by no search."""
+    (on or stdout).print(text, style=style, markup=False, soft_wrap=True)
 
 
 app = typer.Typer(
@@ -118,33 +124,34 @@ def convert(
 
         check_repository(push_to_hub)
         check_base_model(base_model)
+    elif base_model is not None:
+        raise typer.BadParameter(
+            "--base-model is for the card, which --push-to-hub writes; add it, or give --base-model to `swapq card`"
+        )
     done = convert_checkpoint(
         source, destination, recipe, layout=layout, workers=workers, overwrite=overwrite, max_shard_size=max_shard_size
     )
     if done.already_done:
-        stdout.print(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
+        _say(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
     else:
         _print_conversion(destination, done)
     if push_to_hub is not None:
         command = f"swapq convert {source.name} {destination.name} --recipe {recipe} --layout {layout}"
         write_card(destination, base_model=base_model, source=source, command=command)
-        stdout.print(f"uploaded: {upload(destination, push_to_hub)}")
+        _say(f"uploaded: {upload(destination, push_to_hub)}")
 
 
 def _print_conversion(destination: Path, done: Any) -> None:
     before, after = sum(e.bytes_before for e in done.plan), done.output_bytes
-    stdout.print(
-        f"{len(done.plan.quantized)} weights quantized, {decimal(before)} -> {decimal(after)} in {destination}"
-    )
+    _say(f"{len(done.plan.quantized)} weights quantized, {decimal(before)} -> {decimal(after)} in {destination}")
     if done.resumed:
-        stdout.print(f"{done.resumed} shards were finished by an earlier run")
+        _say(f"{done.resumed} shards were finished by an earlier run")
     if done.underflowed_blocks:
-        stdout.print(
-            f"{done.underflowed_blocks} non-zero blocks underflow to zeros (their scale is below E4M3's range)"
-        )
+        _say(f"{done.underflowed_blocks} non-zero blocks underflow to zeros (too small for their format)")
     for name in done.left_out:
-        stderr.print(
-            f"note: {name} was not copied: weights that are not the checkpoint's own, a linked folder, or no file"
+        _say(
+            f"note: {name} was not copied: weights that are not the checkpoint's own, a linked folder, or no file",
+            on=stderr,
         )
 
 
@@ -160,16 +167,21 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that a quantized folder holds what it says. Exit code 1 if it does not."""
+    from swapq.checkpoint.described import folder_path
     from swapq.checkpoint.verify import verify as check
 
-    found = check(directory, source=source, progress=not as_json)
+    folder_path(directory)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
+    found = check(directory, source=source, progress=not as_json)
+    if report is not None:
         (report / "verify.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        if source is not None:
+        if any(row.get("rel_error") for row in found.tensors.values()):
             from swapq.checkpoint.plots import draw_errors
 
             draw_errors(found.tensors, report / "errors.png")
+        else:
+            found.notes.append("no picture of errors: none was measured, or nothing was lost")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
@@ -182,7 +194,7 @@ def _print_verification(directory: Path, found: Any) -> None:
     totals = dict(found.totals)
     by_role = totals.pop("by_role", {})
     for name, value in totals.items():
-        stdout.print(f"{name.replace('_', ' ')}: {value}")
+        _say(f"{name.replace('_', ' ')}: {value}")
     if by_role:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("role", "relative error", "SQNR"):
@@ -192,12 +204,12 @@ def _print_verification(directory: Path, found: Any) -> None:
             table.add_row(role, f"{row['rel_error']:.5f}", sqnr)
         stdout.print(table)
     for note in found.notes:
-        stdout.print(f"note: {note}")
+        _say(f"note: {note}")
     for problem in found.problems[:50]:
-        stdout.print(f"problem: {problem}", style="red")
+        _say(f"problem: {problem}", style="red")
     if len(found.problems) > 50:
-        stdout.print(f"... and {len(found.problems) - 50} more problems", style="red")
-    stdout.print(f"{directory}: {'sound' if found.ok else 'NOT sound'}", style="bold")
+        _say(f"... and {len(found.problems) - 50} more problems", style="red")
+    _say(f"{directory}: {'sound' if found.ok else 'NOT sound'}", style="bold")
 
 
 @app.command()
@@ -212,10 +224,10 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
         return
-    stdout.print(
+    _say(
         f"{directory}: {found.family or 'family not stated'}, quantization {found.quantization}, layout {found.layout}"
     )
-    stdout.print(f"{found.tensors} tensors, {decimal(found.nbytes)} in {len(found.files)} files")
+    _say(f"{found.tensors} tensors, {decimal(found.nbytes)} in {len(found.files)} files")
     for title, rows in (("dtype", found.dtypes), ("role", found.roles)):
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in (title, *next(iter(rows.values()), {})):
@@ -225,7 +237,7 @@ def inspect(
         if rows:
             stdout.print(table)
     for note in found.notes:
-        stdout.print(f"note: {note}")
+        _say(f"note: {note}")
 
 
 @app.command()
@@ -244,7 +256,7 @@ def card(
     """Write the model card (README.md) of a quantized folder from its own verification."""
     from swapq.checkpoint.card import write_card
 
-    stdout.print(f"wrote {write_card(directory, base_model=base_model, source=source, license=license)}")
+    _say(f"wrote {write_card(directory, base_model=base_model, source=source, license=license)}")
 
 
 @app.command()
@@ -279,17 +291,22 @@ def sensitivity(
     as_json: Json = False,
 ) -> None:
     """Rank the layers by what quantizing them costs (KL of the logits), and propose which to keep in BF16."""
-    from swapq.cli_sensitivity import measure, shown, write_recipe
+    from swapq.cli_sensitivity import check_output, measure, shown, write_recipe
 
+    if output is not None:
+        check_output(output)
     found, what = measure(source, recipe, prompts, device, stderr)
     if as_json:
         typer.echo(json.dumps(found.to_dict(keep) | {"prompts": what}, indent=1))
     else:
         for part in shown(found, what, keep):
-            stdout.print(part)
+            if isinstance(part, str):
+                _say(part)
+            else:
+                stdout.print(part)
     if output is not None:
         write_recipe(found, keep, output)
-        stderr.print(f"wrote {output}: use it as --recipe {output}")
+        _say(f"wrote {output}: use it as --recipe {output}", on=stderr)
 
 
 @app.command()
@@ -312,7 +329,7 @@ def doctor(as_json: Json = False) -> None:
             table.add_column(column, overflow="fold")
         marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "gap": "[red]GAP[/]"}
         for f in findings:
-            table.add_row(marks[f.status], f.topic, f.found, f.advice)
+            table.add_row(marks[f.status], *(escape(text) for text in (f.topic, f.found, f.advice)))
         stdout.print(table)
     if any(f.status == "gap" for f in findings):
         raise typer.Exit(1)

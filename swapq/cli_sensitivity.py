@@ -10,11 +10,34 @@ from rich.table import Table
 
 from swapq.diagnostics.prompts import prompt_batches
 from swapq.diagnostics.sensitivity import Sensitivity, measure_sensitivity
+from swapq.errors import UnsupportedError
 from swapq.plan import plan
 from swapq.plan_table import human_bytes
 from swapq.recipe import Recipe
 
-__all__ = ["measure", "shown", "write_recipe"]
+__all__ = ["check_output", "measure", "shown", "write_recipe"]
+
+
+def check_output(output: Path) -> None:
+    """Refuse a file that cannot be written, or that ``--recipe`` would not take, before minutes are spent on measuring.
+
+    Raises:
+        UnsupportedError: with the path.
+    """
+    if output.suffix != ".json":
+        raise UnsupportedError(f"{output}: a recipe file ends in .json, else --recipe takes it for a name; rename it")
+    if output.is_dir() or not output.parent.is_dir():
+        raise UnsupportedError(f"{output}: {'is a folder' if output.is_dir() else 'lies in no folder'}; name a file")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no common class for these
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(f"device is {device!r}, which cannot be used here ({reason}); try cpu") from None
 
 
 def measure(
@@ -23,12 +46,13 @@ def measure(
     """Measure the checkpoint in ``directory``; also a sentence that says on what.
 
     Raises:
-        SwapqError: a recipe or a folder that cannot be planned; before the model is loaded.
+        SwapqError: a recipe or a folder that cannot be planned, or a device that is not there; before the model is loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     resolved = Recipe.resolve(recipe)
+    _check_device(device)
     plan(directory, resolved.replace(first_layers_bf16=0, last_layers_bf16=0))
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model = loaded.to(device)

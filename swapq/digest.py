@@ -7,35 +7,54 @@ word always changes both sums. BLAKE2b then binds the sums to dtype and shape. I
 
 import hashlib
 import os
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from swapq.errors import UnsupportedError
+from swapq.kernels.word_sums import add_word_sums
 from swapq.qtensor import QTensor
 
-__all__ = ["digest", "tensor_digest"]
+__all__ = ["Digests", "digest", "tensor_digest"]
 
-_LANE = 1 << 16  # words per chunk: the key table is small, and position across chunks has keys of its own
-
-
-def _splitmix64(index: Tensor) -> Tensor:
-    """The splitmix64 generator's output for each int64 index (arithmetic wraps modulo 2^64)."""
-
-    def shift(z: Tensor, n: int) -> Tensor:
-        return (z >> n) & ((1 << (64 - n)) - 1)
-
-    z = (index + 1) * -7046029254386353131
-    z = (z ^ shift(z, 30)) * -4658895280553007687
-    z = (z ^ shift(z, 27)) * -7723592293110705685
-    return z ^ shift(z, 31)
+_PAGE = 1024  # sums of so many tensors come to the host as one tensor
 
 
-@lru_cache(maxsize=16)
-def _keys(count: int, seed: int, device: torch.device) -> Tensor:
-    index = torch.arange(count, dtype=torch.int64) * 2
-    return torch.stack((_splitmix64(index + seed), _splitmix64(index + 1 + seed)), dim=1).bitwise_or_(1).to(device)
+class Digests:
+    """Digests of many tensors, each computed where it lies. The host waits once, in :meth:`result`.
+
+    A tensor is read when it is added: what happens to it later changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._headers: dict[str, str] = {}
+        self._pages: dict[torch.device, list[Tensor]] = {}
+        self._names: dict[torch.device, list[str]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._headers
+
+    def add(self, name: str, x: Tensor) -> None:
+        """Add plain tensor ``x``: its bytes in row-major order, shape and dtype."""
+        self._headers[name] = f"{str(x.dtype).removeprefix('torch.')}|{'x'.join(map(str, x.shape))}"
+        names, pages = self._names.setdefault(x.device, []), self._pages.setdefault(x.device, [])
+        if len(names) % _PAGE == 0:
+            pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=x.device))
+        add_word_sums(_words(x), pages[-1][len(names) % _PAGE])
+        names.append(name)
+
+    def result(self) -> dict[str, str]:
+        """Name -> 32 hexadecimal digits, in the order in which the names were added."""
+        sums = {
+            name: pair
+            for device, names in self._names.items()
+            for name, pair in zip(names, torch.cat(self._pages[device])[: len(names)].tolist(), strict=True)
+        }
+        return {name: _bound(f"{header}|{sums[name][0]}|{sums[name][1]}") for name, header in self._headers.items()}
+
+
+def _bound(header: str) -> str:
+    return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
 
 
 def _words(x: Tensor) -> Tensor:
@@ -49,17 +68,10 @@ def _words(x: Tensor) -> Tensor:
 
 
 def tensor_digest(x: Tensor) -> str:
-    """32 hexadecimal digits for one plain tensor: its bytes in row-major order, shape and dtype."""
-    words = _words(x)
-    sums = torch.zeros(2, dtype=torch.int64, device=x.device)
-    lane_keys = _keys(_LANE, 0, x.device)
-    chunk_keys = _keys(max(1, -(-words.numel() // _LANE)), 1 << 40, x.device)
-    for chunk, start in enumerate(range(0, words.numel(), _LANE)):
-        part = words[start : start + _LANE].to(torch.int64)
-        sums += (part[:, None] * lane_keys[: part.numel()]).sum(0) * chunk_keys[chunk]
-    first, second = sums.tolist()
-    header = f"{str(x.dtype).removeprefix('torch.')}|{'x'.join(map(str, x.shape))}|{first}|{second}"
-    return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
+    """32 hexadecimal digits for one plain tensor: its bytes in row-major order, shape and dtype. Waits for the device."""
+    one = Digests()
+    one.add("", x)
+    return one.result()[""]
 
 
 def digest(x: "Tensor | nn.Module | str | os.PathLike[str]") -> "str | dict[str, str]":
@@ -78,11 +90,14 @@ def digest(x: "Tensor | nn.Module | str | os.PathLike[str]") -> "str | dict[str,
         header = f"{x.format}|{x.scope}|{x.axis}|" + "|".join(
             f"{k}:{tensor_digest(v)}" for k, v in x.named_parts().items()
         )
-        return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
+        return _bound(header)
     if isinstance(x, Tensor):
         return tensor_digest(x)
     if not isinstance(x, nn.Module | str | os.PathLike):
         raise UnsupportedError(f"a digest is of a tensor, a model or a checkpoint folder; got {type(x).__name__}")
     from swapq.checkpoint.tensors import named_tensors  # this file sits below the checkpoint package
 
-    return {name: tensor_digest(tensor) for name, tensor in named_tensors(x)}
+    found = Digests()
+    for name, tensor in named_tensors(x):
+        found.add(name, tensor)
+    return found.result()

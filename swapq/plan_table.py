@@ -87,7 +87,7 @@ def _grid(plan: "Plan", *, wide: bool) -> Table:
     title = f"{plan.anatomy.family} with {plan.recipe.name}" + (
         "" if plan.recipe.matched else " (two different policies)"
     )
-    grid = Table(title=title, title_justify="left", header_style="bold", pad_edge=False, box=None)
+    grid = Table(title=escape(title), title_justify="left", header_style="bold", pad_edge=False, box=None)
     for column, justify in (
         ("tensor", "left"),
         ("shape", "left"),

@@ -107,7 +107,11 @@ class Recipe:
         if isinstance(recipe, Mapping):
             return cls.from_dict({**recipe, **overrides})
         if isinstance(recipe, os.PathLike) or (isinstance(recipe, str) and recipe.endswith(".json")):
-            return cls.from_dict({**_read(Path(recipe)), **overrides})
+            fields = {**_read(Path(recipe)), **overrides}
+            try:
+                return cls.from_dict(fields)
+            except RecipeError as error:
+                raise RecipeError(f"recipe file {Path(recipe)}: {error}") from None
         if isinstance(recipe, str):
             return cls.named(recipe, **overrides)
         raise RecipeError(f"a recipe is a name, a Recipe, a dict or a .json file; got {type(recipe).__name__}")
@@ -119,7 +123,7 @@ class Recipe:
         Where ``name`` is a named recipe, fields left out are that recipe's: ``{"name": "nvfp4-rl", "last_layers_bf16": 4}``.
 
         Raises:
-            RecipeError: an unknown or missing key, or a refused value.
+            RecipeError: an unknown or missing key, a name that is no named recipe's without ``weights``, or a refused value.
         """
         if not isinstance(fields, Mapping):
             raise RecipeError(f"fields of a recipe are {type(fields).__name__}, expected a dict")
@@ -132,6 +136,11 @@ class Recipe:
         if "name" not in fields:
             raise RecipeError("a recipe needs a name")
         name = fields["name"]
+        if "weights" not in fields and isinstance(name, str) and name and name not in NAMED:
+            raise RecipeError(  # a misspelt name would be a recipe that quantizes nothing
+                f"name is {name!r}, no named recipe{nearest(name, NAMED)}, and there are no weights; named recipes are "
+                f"{', '.join(NAMED)}, any other says its weights (an empty mapping keeps all BF16)"
+            )
         return cls(**{**(NAMED.get(name, {}) if isinstance(name, str) else {}), **fields})
 
     def replace(self, **changes: Any) -> Self:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import swapq
 from swapq.checkpoint import conversion, preflight
+from swapq.checkpoint.card import model_card
 from tests.helpers.models import FAMILIES, prompts
 from tests.helpers.recipes import SERVED, tiny
 
@@ -142,13 +143,13 @@ def test_a_pair_of_very_different_halves_shares_one_scale(tmp_path: Path) -> Non
     assert torch.equal(after[f"{stem}.gate_proj.weight"], expected.codes)
 
 
-def test_a_block_fp8_source_is_dequantized_exactly_and_then_converted(tmp_path: Path) -> None:
-    src = saved(tmp_path / "src", "deepseek_v3")
+def block_fp8(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A source whose projections are FP8 in blocks, and the BF16 tensors that it means."""
+    src = saved(folder, "deepseek_v3")
     config = json.loads((src / "config.json").read_text())
-    tensors = every(src)
     expected: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
-    for name, t in tensors.items():
+    for name, t in every(src).items():
         if t.dim() == 2 and name.endswith("_proj.weight") and "layers" in name:
             scale = torch.full((-(-t.shape[0] // 128), -(-t.shape[1] // 128)), 0.0371)
             q = (t.float() / 0.0371 / 2).to(torch.float8_e4m3fn)
@@ -159,15 +160,40 @@ def test_a_block_fp8_source_is_dequantized_exactly_and_then_converted(tmp_path: 
     save_file(stored, src / "model.safetensors", metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     (src / "config.json").write_text(json.dumps(config))
+    return src, expected
+
+
+def test_a_block_fp8_source_is_dequantized_exactly_and_then_converted(tmp_path: Path) -> None:
+    src, expected = block_fp8(tmp_path / "src")
     convert(src, tmp_path / "dst", "nvfp4-rl", workers=2)
     plain = tmp_path / "plain"
     plain.mkdir()
     save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((src / "config.json").read_text())
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config))
     convert(plain, tmp_path / "from-plain", "nvfp4-rl")
     assert same(every(tmp_path / "dst"), every(tmp_path / "from-plain"))
     assert not any("scale_inv" in k for k in every(tmp_path / "dst"))
+    said = model_card(tmp_path / "dst")
+    count = sum(name.endswith("_scale_inv") for name in every(src)) - len(swapq.plan(src, "nvfp4-rl").quantized)
+    assert f"but for {count} weights that are FP8 in the source" in said
+    assert "FP8 in the source" not in model_card(tmp_path / "from-plain")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.experts.0.up_proj.weight"]
+)
+def test_an_fp8_weight_that_is_not_finite_is_refused_by_name_also_where_it_stays_unquantized(
+    tmp_path: Path, name: str
+) -> None:
+    src, _ = block_fp8(tmp_path / "src")
+    tensors = every(src)
+    tensors[name + "_scale_inv"].fill_(torch.nan)
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(swapq.SwapqError, match=f"{name}: .* are not finite"):
+        convert(src, tmp_path / "dst", "nvfp4-rl")
+    assert not (tmp_path / "dst" / "config.json").exists()
 
 
 def test_an_expert_of_zeros_and_one_of_tiny_values_come_out_finite(tmp_path: Path) -> None:

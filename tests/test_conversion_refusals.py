@@ -324,3 +324,19 @@ def test_exit_codes_are_0_1_and_2(src: Path, tmp_path: Path) -> None:
     assert run("verify", dst)[0] == 1
     assert run("inspect", dst)[0] == 2
     assert swapq.verify(dst).problems
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_recipe_that_quantizes_nothing_is_refused_in_layouts_without_words_for_it(
+    src: Path, tmp_path: Path, layout: str
+) -> None:
+    code, said = run("convert", src, tmp_path / "dst", "--recipe", "bf16", "--layout", layout)
+    assert code == 2
+    assert f"layout '{layout}' has no words for recipe 'bf16', which quantizes nothing" in said
+    assert not (tmp_path / "dst").exists()
+    with pytest.raises(swapq.SwapqError, match="quantizes nothing"):
+        swapq.export(swapq.convert(qwen3_moe(), "bf16"), tmp_path / "dst", layout=layout)
+
+
+def test_a_base_model_without_a_card_to_put_it_in_is_refused(src: Path, tmp_path: Path) -> None:
+    assert "--base-model is for the card" in refused(src, tmp_path / "dst", "--base-model", "owner/name")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import swapq
 from swapq import formats
-from swapq.kernels import cpu
+from swapq.kernels import cpu, dispatch
 
 pytest.importorskip("numba")
 FORMATS = ["mxfp8", "nvfp4"]
@@ -111,3 +111,35 @@ def test_without_numba_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_length_that_the_block_does_not_divide_is_refused() -> None:
     with pytest.raises(swapq.SwapqError, match="40"):
         cpu.quantize_matrix(torch.zeros(2, 40, dtype=torch.bfloat16), "nvfp4")
+
+
+# Stacks of weights
+
+
+@pytest.mark.parametrize("kind", ["weights", "every finite pattern", "subnormals", "largest"])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_large_stacks_have_the_references_bytes(fmt: str, kind: str, shared: bool) -> None:
+    x = DATA[kind]
+    x = x[: len(x) // 4 * 4].reshape(2, 2, -1, x.shape[-1])
+    x = x.repeat(1, 1, -(-(1 << 20) // x.numel()), 1).clone()
+    x[1] *= 0.5
+    amax = (x.abs().amax((-2, -1)).float() * 1.5).clamp(max=3e38) if shared and fmt == "nvfp4" else None
+    assert cpu.quantize_weights(x, fmt, amax) is not None
+    q = swapq.quantize(x, fmt, amax=amax)
+    with dispatch.use("reference"):
+        reference = swapq.quantize(x, fmt, amax=amax)
+    assert swapq.digest(q) == swapq.digest(reference)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_stack_with_a_value_that_is_not_finite_takes_the_references_way(fmt: str, bad: float) -> None:
+    x = torch.randn(2, 1024, 512).to(torch.bfloat16)
+    x[1, 3, 5] = bad
+    assert cpu.quantize_weights(x, fmt) is None
+    if fmt == "nvfp4":
+        assert cpu.quantize_weights(torch.ones_like(x), fmt, torch.tensor([1.0, bad])) is None
+    values = swapq.quantize(x, fmt).dequantize()
+    assert values[0].isfinite().all()
+    assert not values[1].isfinite().all()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from swapq.checkpoint.inspection import inspect
 from swapq.cli import app
 from tests.helpers.hub import FakeHub, serve_hub
 from tests.helpers.models import FAMILIES, qwen3_moe
+from tests.helpers.recipes import tiny
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,18 @@ def test_inspect_says_when_a_config_and_its_file_disagree(made: Path, tmp_path: 
     assert any("the config does not say so" in note for note in inspect(tmp_path).notes)
 
 
+@pytest.mark.parametrize(("recipe", "layout"), [("bf16", "swapq"), ("int4-qat", "compressed-tensors")])
+def test_inspect_finds_nothing_amiss_in_a_sound_folder(made: Path, tmp_path: Path, recipe: str, layout: str) -> None:
+    swapq.convert_checkpoint(made / "src", tmp_path / "dst", tiny(recipe), layout=layout, progress=False)
+    assert not any("none is stored" in note for note in inspect(tmp_path / "dst").notes)
+    (tmp_path / "plain").mkdir()
+    shutil.copy(made / "src" / "model.safetensors", tmp_path / "plain")
+    config = json.loads((made / "src" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    assert any("none is stored" in note for note in inspect(tmp_path / "plain").notes)
+
+
 def test_the_inspect_command_prints_tables_and_json(made: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(made / "dst")])
     assert shown.exit_code == 0
@@ -97,8 +111,6 @@ def test_the_card_has_front_matter_that_the_hub_reads_and_measured_numbers(made:
 
 
 def test_a_card_is_not_written_for_a_folder_that_does_not_verify(made: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(made / "dst", tmp_path / "dst")
     tensors = load_file(tmp_path / "dst" / "model.safetensors")
     tensors.pop("model.layers.0.mlp.experts.0.up_proj.weight_scale")

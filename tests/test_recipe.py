@@ -314,3 +314,16 @@ def test_a_refused_recipe_is_a_swapq_error_and_a_value_error():
 )
 def test_a_fraction_of_layers_is_rounded_to_nearest(value, layers, count):
     assert Recipe.layer_count(value, layers) == count
+
+
+def test_a_misspelt_name_is_not_a_recipe_that_quantizes_nothing():
+    with pytest.raises(RecipeError, match=r"name is 'nvfp4-lr'.*did you mean 'nvfp4-rl'.*no weights"):
+        Recipe.resolve({"name": "nvfp4-lr", "last_layers_bf16": 2})
+    assert Recipe.resolve({"name": "mine", "weights": {}}).formats == ()
+
+
+def test_a_refusal_of_a_recipe_file_names_the_file(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "nvfp4-rl", "last_layers_bf16": "2"}))
+    with pytest.raises(RecipeError, match=r"recipe file .*mine\.json: last_layers_bf16 is '2'"):
+        Recipe.resolve(path)

@@ -153,3 +153,30 @@ def test_prompts_are_read_with_the_models_own_tokenizer(folder: Path, tmp_path: 
     assert [b.tolist() for b in batches] == [[[1, 2, 3]], [[2, 1]]]
     assert what.startswith("2 prompts of")
     assert len(prompt_batches(tmp_path, 64)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device", "nowhere"], "device is 'nowhere', which cannot be used here"),
+        (["--output", "proposal.txt"], "a recipe file ends in .json"),
+        (["--output", "no/such/folder/proposal.json"], "lies in no folder"),
+    ],
+)
+def test_the_command_refuses_before_it_measures_what_it_could_not_finish(
+    tmp_path: Path, options: list[str], says: str
+) -> None:
+    spoilt().to(torch.bfloat16).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["sensitivity", str(tmp_path), "--recipe", "nvfp4-rl", *options])
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert result.stdout == ""
+
+
+def test_prompts_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
+    spoilt().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts").write_bytes(b"\xff\xfe\x00")
+    options = ["--recipe", "nvfp4-rl", "--prompts", str(tmp_path / "prompts")]
+    result = CliRunner().invoke(app, ["sensitivity", str(tmp_path / "model"), *options])
+    assert result.exit_code == 2, result.output
+    assert "is no UTF-8 text" in result.stderr

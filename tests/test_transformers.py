@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import swapq
 from swapq.convert import swapped_modules
@@ -305,3 +305,12 @@ def test_every_parameter_of_a_loaded_model_equals_its_file(tmp_path: Path) -> No
             live[name].view(torch.uint8) if tensor.dim() else live[name],
             tensor.view(torch.uint8) if tensor.dim() else tensor,
         )
+
+
+def test_the_config_of_an_export_is_json_that_every_reader_takes(tmp_path: Path) -> None:
+    def no_constant(name: str) -> object:
+        raise AssertionError(f"{name} is no JSON")
+
+    model = exported(tmp_path, "nvfp4-rl", "nemotron_h")  # its config holds an infinity
+    json.loads((tmp_path / "config.json").read_text(), parse_constant=no_constant)
+    assert list(AutoConfig.from_pretrained(tmp_path).time_step_limit) == list(model.config.time_step_limit)

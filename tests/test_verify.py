@@ -57,7 +57,7 @@ def test_an_export_of_a_live_model_verifies_beside_the_source(made: Path, tmp_pa
     swapq.export(model, tmp_path)
     report = swapq.verify(tmp_path, source=made / "src")
     assert report.problems == []
-    assert any("hashes cannot be checked" in note for note in report.notes)
+    assert report.notes == []
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
@@ -125,6 +125,10 @@ STRUCTURAL: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         "1 of 1 scales are not finite",
     ),
     "a NaN block scale": (lambda t: t[EXPERT + "_scale"].view(torch.uint8).fill_(0x7F), EXPERT + "_scale: 128 of 128"),
+    "a block scale below zero": (
+        lambda t: t[EXPERT + "_scale"].view(torch.uint8)[0].bitwise_or_(0x80),
+        EXPERT + "_scale: 4 of 128 block scales are below zero",
+    ),
     "an expert that is gone from the file": (
         lambda t: [t.pop(k) for k in list(t) if ".layers.1.mlp.experts.7." in k],
         "model.layers.1.mlp.experts.7.",
@@ -231,7 +235,128 @@ def test_verify_raises_nothing_and_says_what_is_wrong(
     assert all(len(problem) > 10 for problem in report.problems)
 
 
+def test_a_code_that_is_not_a_number_is_found_without_the_hashes(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(made / "mxfp8-rl-swapq", folder)
+    (folder / "swapq.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    tensors[EXPERT].view(torch.uint8)[0, :3] = 0xFF
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"{EXPERT}: 3 of 2048 codes are NaN" in swapq.verify(folder).problems
+
+
+# The record
+
+
+@pytest.fixture(params=["conversion", "export"])
+def finished(request: pytest.FixtureRequest, made: Path, tmp_path: Path) -> Path:
+    """A folder of layout modelopt, in several shards."""
+    recipe = tiny("nvfp4-rl")
+    options = {"layout": "modelopt", "max_shard_size": 60_000}
+    if request.param == "conversion":
+        swapq.convert_checkpoint(made / "src", tmp_path / "folder", recipe, progress=False, **options)
+    else:
+        swapq.export(swapq.convert(qwen3_moe().to(torch.bfloat16), recipe), tmp_path / "folder", **options)
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize("layout", layouts.names())
+def test_a_changed_byte_of_any_tensor_of_an_export_is_found_without_a_source(tmp_path: Path, layout: str) -> None:
+    swapq.export(swapq.convert(qwen3_moe().to(torch.bfloat16), tiny("nvfp4-rl")), tmp_path, layout=layout)
+    assert swapq.verify(tmp_path).problems == []
+    shard = tmp_path / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    assert any(p.startswith("model.safetensors: its SHA-256") for p in swapq.verify(tmp_path).problems)
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json", "swapq.json"])
+def test_a_value_that_changed_in_a_config_or_in_the_record_is_found_and_the_file_is_named(
+    finished: Path, name: str
+) -> None:
+    assert swapq.verify(finished).problems == []
+    path = finished / name
+    content = json.loads(path.read_text())
+    for key in [key for key, value in content.items() if key != "record_sha256"]:
+        path.write_text(json.dumps(content | {key: {"another": "value"}}))
+        assert any(name in problem for problem in swapq.verify(finished).problems), key
+    path.write_text(json.dumps({key: value for key, value in content.items() if key != "record_sha256"}))
+    found = swapq.verify(finished).problems
+    assert (found == []) is (name == "swapq.json"), "a record without a hash of its own is one of an earlier version"
+
+
+def test_a_config_that_is_gone_is_named(finished: Path) -> None:
+    (finished / "hf_quant_config.json").unlink()
+    assert swapq.verify(finished).problems == ["hf_quant_config.json: recorded in swapq.json and missing"]
+
+
+def test_a_shard_that_nothing_lists_is_found(finished: Path) -> None:
+    shutil.copy(finished / "model-00001-of-00003.safetensors", finished / "model-extra.safetensors")
+    assert swapq.verify(finished).problems == [
+        "model-extra.safetensors: lies beside the shards, and some readers load every file"
+    ]
+
+
+def test_a_copied_file_that_is_gone_is_a_fault_and_one_that_differs_from_the_source_is_noted(
+    made: Path, tmp_path: Path
+) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(made / "src", src)
+    for name in ("tokenizer.json", "chat_template.jinja", "README.md"):
+        (src / name).write_text("of the source")
+    swapq.convert_checkpoint(src, dst, tiny("nvfp4-rl"), progress=False)
+    (dst / "chat_template.jinja").write_text("edited")
+    (dst / "README.md").write_text("the card")
+    report = swapq.verify(dst, source=src)
+    assert report.problems == []
+    assert report.notes == ["chat_template.jinja: differs from the source's, from which it was copied"]
+    (dst / "tokenizer.json").unlink()
+    assert swapq.verify(dst).problems == ["tokenizer.json: copied from the source by swapq.json and missing"]
+
+
+def test_a_finished_folder_without_its_config_is_not_called_finished(made: Path, tmp_path: Path) -> None:
+    swapq.convert_checkpoint(made / "src", tmp_path / "dst", tiny("nvfp4-rl"), progress=False)
+    (tmp_path / "dst" / "config.json").unlink()
+    with pytest.raises(swapq.SwapqError, match=r"config\.json: recorded in swapq\.json and missing; pass --overwrite"):
+        swapq.convert_checkpoint(made / "src", tmp_path / "dst", tiny("nvfp4-rl"), progress=False)
+
+
 # The command
+
+
+def test_a_folder_or_a_source_that_is_not_there_is_a_request_that_cannot_be_carried_out(
+    made: Path, tmp_path: Path
+) -> None:
+    for arguments in ([tmp_path / "none"], [made / "nvfp4-rl-swapq", "--source", tmp_path / "none"]):
+        result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
+        assert result.exit_code == 2
+        assert result.stderr == f"error: {tmp_path / 'none'}: no such folder\n"
+        assert "sound" not in result.output
+
+
+def test_a_report_of_a_folder_without_measured_errors_keeps_the_answer(made: Path, tmp_path: Path) -> None:
+    folder = damaged(made, tmp_path, lambda t: None)
+    with open(folder / "model.safetensors", "r+b") as shard:
+        shard.truncate(1000)
+    options = ["--source", str(made / "src"), "--report", str(tmp_path / "report")]
+    bad = CliRunner().invoke(app, ["verify", str(folder), *options])
+    assert bad.exit_code == 1
+    assert "model.safetensors" in bad.stdout
+    assert json.loads((tmp_path / "report" / "verify.json").read_text())["ok"] is False
+    swapq.convert_checkpoint(made / "src", tmp_path / "bf16", "bf16", progress=False)
+    good = CliRunner().invoke(app, ["verify", str(tmp_path / "bf16"), *options])
+    assert good.exit_code == 0, good.output
+    assert "no picture of errors" in good.stdout
+
+
+@pytest.mark.parametrize("name", ["a[bold]b", "a[/red]"])
+def test_brackets_in_a_path_are_printed_as_they_are(made: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    for arguments in (["convert", made / "src", folder, "-r", "bf16"], ["verify", folder], ["inspect", folder]):
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == 0, result.output
+        assert str(folder) in result.stdout
 
 
 def test_the_command_has_exit_codes_and_json(made: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from swapq.checkpoint.export import export
 from swapq.convert import is_converted, recipe_of
 from swapq.diagnostics import audit
 from swapq.diagnostics.audit import running as runs_in
-from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
 from swapq_trl.report import SyncReport
@@ -51,8 +51,9 @@ _FIXED_OPTIONS = {
 class VLLMGeneration(_VLLMGeneration):
     """TRL's `VLLMGeneration` whose engine provably serves the trainer's policy.
 
-    - Colocate mode builds the engine from an export of the converted model, and updates it as one transaction.
-    - Server mode streams codes and scales under checkpoint names.
+    - Colocate mode builds the engine from an export of the converted model, and updates it as one transaction. Quantized experts go
+      over stacked, one tensor per part and layer.
+    - Server mode streams codes and scales under checkpoint names, expert by expert.
     - The first sync is a self-test: the same weights sent again must give the same log-probabilities.
     - After a sync that failed nothing is generated: the engine may hold half an update.
 
@@ -85,6 +86,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._tested = False
         self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
+        self._stacked: frozenset[str] = frozenset()
         if is_converted(model):
             recipe_of(model).require_rollout("an engine samples for the trainer")
             check_adapters(model, approximate=approximate_lora, sharded=is_sharded(accelerator))
@@ -115,12 +117,17 @@ class VLLMGeneration(_VLLMGeneration):
         ensure_master_addr_port()
         with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
             self.llm = self._build_engine(self._engine_source(Path(folder)))
-            from swapq_vllm.receiver import running, served_tensors
+            from swapq_vllm.receiver import running, served_tensors, stacked_experts
 
             _require_same_formats(plain_model(self.model), running(self.llm))
             # read while the folder exists: the engine looks its tensors' names up there
-            held = as_sent(plain_model(self.model), served_tensors(self.llm), self._engine_dtype())
-            self._start = (fixed_scores(self.llm), {name: tensor_digest(tensor) for name, tensor in held})
+            held = as_sent(
+                plain_model(self.model), served_tensors(self.llm, stacked=True), self._engine_dtype(), fresh=False
+            )
+            digests: dict[str, str] = {}
+            deque(with_digests(held, digests), maxlen=0)
+            self._start = (fixed_scores(self.llm), digests)
+            self._stacked = stacked_experts(self.llm) if is_converted(self.model) else frozenset()
             self.accelerator.wait_for_everyone()
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
@@ -183,7 +190,14 @@ class VLLMGeneration(_VLLMGeneration):
 
     def _tensors(self, merge: Merge | None) -> NamedTensors:
         flattened = super()._iter_named_params if self._dist.is_zero3 or self._dist.fsdp_version == 1 else None
-        return sent_tensors(self.model, self._engine_dtype(), flattened=flattened, merge=merge)
+        return sent_tensors(
+            self.model,
+            self._engine_dtype(),
+            flattened=flattened,
+            merge=merge,
+            stacked=self._stacked,
+            fresh=self.mode != "colocate",
+        )
 
     def _engine_dtype(self) -> torch.dtype:
         if self.mode == "colocate":

@@ -14,7 +14,7 @@ class SyncReport:
     bytes: int
     """Bytes of codes, scales and unquantized tensors sent."""
     tensors: int
-    """Number of tensors sent."""
+    """Number of the checkpoint's tensors sent; a stack of experts counts as all that it stands for."""
     verified: int
     """Number of tensors whose bytes, recomputed from what the engine holds, equal the sender's. 0 where a server holds them."""
     lora_codes_changed: float | None = None

@@ -1,9 +1,10 @@
 """The sending end of the weight sync: a model's tensors, under checkpoint names, as the engine's checkpoint holds them.
 
-Every tensor is fresh storage, never a view of a parameter: an engine may read it after the optimizer has moved on.
+A server reads tensors after the optimizer has moved on, so what is sent to one is fresh storage, never a view of a parameter. An engine in
+this process has taken a tensor over before it asks for the next, and takes quantized experts stacked: one tensor per part and layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from swapq.checkpoint.tensors import checkpoint_tensors
 from swapq.convert import is_converted
-from swapq.digest import tensor_digest
+from swapq.digest import Digests
 from swapq.errors import UnsupportedError
 from swapq.formats import is_scale
 from swapq_trl.adapters import Merge, is_adapted, merged
@@ -33,14 +34,18 @@ def sent_tensors(
     *,
     flattened: Callable[[], NamedTensors] | None = None,
     merge: Merge | None = None,
+    stacked: Container[str] = (),
+    fresh: bool = True,
 ) -> NamedTensors:
-    """Checkpoint name and fresh tensor of everything the engine must hold, the same names, dtypes and shapes every time.
+    """Checkpoint name and tensor of everything the engine must hold, the same names, dtypes and shapes every time.
 
     Args:
         model: the trainer's model; converted by `swapq.convert` or not, wrapped by PEFT or not, sharded by FSDP2 or not.
         dtype: what the engine keeps unquantized weights in. Float32 masters are sent in it, at half the bytes.
         flattened: an iterator over whole parameters, where the model's own are flattened or partitioned (FSDP1, ZeRO-3).
         merge: filled with what merging an adapter found out.
+        stacked: hub prefixes of experts that the engine takes as stacks (``swapq.checkpoint.stacks``).
+        fresh: every tensor has storage of its own. Without it, one may be a view that is right until the next is asked for.
 
     Raises:
         UnsupportedError: a converted model whose parameters are flattened or partitioned.
@@ -55,27 +60,31 @@ def sent_tensors(
         yield from revert_weight_conversion(plain_model(model), parameters).items()
         return
     with merged(model, merge) as plain:
-        yield from as_sent(plain, checkpoint_tensors(plain), dtype)
+        yield from as_sent(plain, checkpoint_tensors(plain, stacked=stacked), dtype, fresh=fresh)
 
 
-def as_sent(plain: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
-    """Fresh copies of checkpoint tensors of `plain`, in the dtypes in which they are sent."""
+def as_sent(plain: nn.Module, tensors: NamedTensors, dtype: torch.dtype, *, fresh: bool = True) -> NamedTensors:
+    """Checkpoint tensors of `plain` in the dtypes in which they are sent; `fresh`: copies."""
     kept = _kept_in_float32(plain)
     for name, tensor in tensors:
-        yield name, _fresh(name, tensor, dtype, kept)
+        yield name, _fresh(name, tensor, dtype, kept, copy=fresh)
 
 
 def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors:
-    """`tensors` unchanged; fills `digests` under their names as they pass."""
+    """`tensors` unchanged; when the last has passed, `digests` is filled under their names."""
+    found = Digests()
     for name, tensor in tensors:
-        digests[name] = tensor_digest(tensor)
+        found.add(name, tensor)
         yield name, tensor
+    digests.update(found.result())
 
 
-def _fresh(name: str, tensor: torch.Tensor, dtype: torch.dtype, kept: tuple[str, ...]) -> torch.Tensor:
+def _fresh(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, kept: tuple[str, ...], *, copy: bool = True
+) -> torch.Tensor:
     """A copy that shares no storage with the model; float32 weights in the engine's dtype, except those kept in float32."""
     lower = tensor.dtype == torch.float32 and not is_scale(name) and not any(part in name for part in kept)
-    return tensor.detach().to(dtype if lower else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    return tensor.detach().to(dtype if lower else tensor.dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
 def _kept_in_float32(model: nn.Module) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What differs between the supported vLLM versions, and the few private names of vLLM that the plugin touches, in one place."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -14,8 +15,11 @@ __all__ = [
     "SUPPORTED",
     "abandon_reload",
     "captures_graphs",
+    "derives_weights",
+    "forget_caches",
     "on_meta",
     "original_loader",
+    "quiet_reload",
     "require_supported",
     "vllm_version",
 ]
@@ -57,6 +61,20 @@ def captures_graphs() -> bool:
 
     mode = get_current_vllm_config().compilation_config.cudagraph_mode
     return getattr(mode, "name", "NONE") != "NONE"
+
+
+def derives_weights(model: nn.Module) -> bool:
+    """Whether attention computes tensors of its own from a linear's weight once that is loaded (latent attention: ``kv_b_proj``)."""
+    return any(
+        hasattr(layer, "kv_b_proj") and hasattr(layer, "process_weights_after_loading") for layer in model.modules()
+    )
+
+
+def forget_caches(runner: Any) -> None:
+    """What vLLM's own ``reload_weights`` forgets: everything computed from old weights, except the prefix cache."""
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(runner, name):
+            getattr(runner, name)()
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:
@@ -112,6 +130,24 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, parameters, buffers, non_persistent in saved:
             _put_back(layer, parameters, buffers, non_persistent)
+
+
+class _NotOurs(logging.Filter):
+    """Drops vLLM's warning about layers that a reload left alone: they are updated without it, and counted."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+
+@contextmanager
+def quiet_reload() -> Iterator[None]:
+    """Meanwhile vLLM does not warn about layers that a reload leaves alone."""
+    logger, silent = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise"), _NotOurs()
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
 
 
 def abandon_reload(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import capturable, routed_experts
-from swapq_vllm.soundness import unsound
+from swapq_vllm.soundness import can_be_unsound, unsound
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig
@@ -173,22 +173,46 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
                 if name.startswith((_FIRST, _SECOND))
             },
         )
-        self._require_sound(layer, here)
+        self.require_sound(layer)
+        self.after_copies(layer)
+
+    def takes_copies(self, layer: Any) -> bool:
+        """Whether bytes copied into the live parameters are loaded, once :meth:`after_copies` ran: the layout is the checkpoint's."""
+        return True
+
+    def after_copies(self, layer: Any) -> None:
+        """On the CPU, refresh the expanded operands, in place."""
         if current_platform.is_cpu():
             self._refresh(layer)
 
-    def _require_sound(self, layer: Any, here: list[tuple[int, str]]) -> None:
+    def damaged(self, layer: Any) -> Tensor:
+        """0-dim bool on the layer's device: whether :meth:`require_sound` would raise. Nothing waits for the device."""
+        return torch.stack([experts.any() for _, experts in self._damage(layer)]).any()
+
+    def _damage(self, layer: Any) -> list[tuple[str, Tensor]]:
+        """What is looked at, and for which of the local experts it is wrong."""
         bad: list[tuple[str, Tensor]] = []
         for stack in (_FIRST, _SECOND):
             for part, suffix in formats.get(self.format).suffixes.items():
-                name = stack + suffix.removeprefix("weight")
-                found = unsound(getattr(layer, name).data, self.format, part)
-                bad.append((name, found.reshape(found.shape[0], -1).any(1)))
+                if can_be_unsound(self.format, part):
+                    name = stack + suffix.removeprefix("weight")
+                    found = unsound(getattr(layer, name).data, self.format, part)
+                    bad.append((name, found.reshape(found.shape[0], -1).any(1)))
         if hasattr(layer, f"{_FIRST}_scale_2") and self.gated:
             pair = getattr(layer, f"{_FIRST}_scale_2").data
             bad.append(("gate and up", pair[:, 0] != pair[:, 1]))
+        return bad
+
+    def require_sound(self, layer: Any) -> None:
+        """Raise if a code or scale is one that no quantizer writes, or gate and up have different FP32 scales.
+
+        Raises:
+            CheckpointError: naming the checkpoint's tensors.
+        """
+        bad = self._damage(layer)
         if not bool(torch.stack([b for _, b in bad]).any()):
             return
+        here = [slot for slot in self.names if layer._map_global_expert_id_to_local_expert_id(slot[0]) != -1]
         name, experts = next((n, b) for n, b in bad if bool(b.any()))
         local = int(experts.nonzero()[0])
         shards = ("w2",) if name.startswith(_SECOND) else ("w1", "w3")

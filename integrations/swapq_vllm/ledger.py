@@ -1,17 +1,22 @@
-"""The books of one update: what should arrive, what did, and whether the engine holds it."""
+"""The books of one update: what should arrive, what did, and whether the engine holds it.
+
+Bytes are compared by digests that are computed where the tensors lie; the host waits for them once, at the end of the update.
+"""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from swapq.digest import tensor_digest
+from swapq.digest import Digests
 from swapq.errors import SwapqError, SyncError
 from swapq.formats import is_scale
-from swapq_vllm.placement import Layouts, Placement
+from swapq_vllm.headers import Meta
+from swapq_vllm.placement import Layouts, Piece, Placement
 from swapq_vllm.served import Served
+from swapq_vllm.stacks import Stack
 
 __all__ = ["Ledger"]
 
@@ -19,133 +24,204 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Arrival(NamedTuple):
-    """Digest of a tensor that arrived, and of each part that must be found in the engine (None: not readable)."""
+    """What is known of a tensor that arrived.
 
-    digest: str
-    parts: list[str]
+    Attributes:
+        target: where it belongs; None for a copy that the engine does not hold (a tied head).
+        tensors: how many tensors of the checkpoint it is.
+        trusted: it was not digested on arrival: what the engine holds of it is compared with the sender's digest instead.
+    """
+
+    target: Stack | Placement | None
+    tensors: int
+    trusted: bool
 
 
 class Ledger:
-    """Checks an update while it streams by, and what the engine holds afterwards."""
+    """Checks an update while it streams by, copies what may be copied, and compares what the engine holds afterwards."""
 
     def __init__(self, served: Served, expected: Mapping[str, str] | None) -> None:
         self.served, self.expected = served, expected
         self.arrived: dict[str, Arrival] = {}
+        self.covered: set[str] = set()
+        self.copied: dict[int, nn.Module] = {}
         self.bytes = 0
         self.current = "the first tensor"
+        self._digests = Digests()
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors of the checkpoint arrived."""
+        return sum(arrival.tensors for arrival in self.arrived.values())
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``tensors``, each checked and copied (the sender may reuse its buffer); at the end, whether all arrived."""
+        """Check each of ``tensors`` and copy it into the engine, or give on a copy of it for vLLM's loaders (the sender may reuse its
+        buffer); at the end, whether all arrived."""
         for name, tensor in tensors:
             self.current = name
-            placement = self._expected_placement(name, tensor)
-            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            target = self._expected_target(name, tensor)
+            tensor = tensor.detach().contiguous()
             self.bytes += tensor.numel() * tensor.element_size()
-            self.arrived[name] = self._arrival(tensor, placement)
-            self._compare_with_sender(name)
-            yield name, tensor
+            covers = target.covers if isinstance(target, Stack) else (name,)
+            self.covered.update(covers)
+            if target is None or not (isinstance(target, Stack) or self.served.takes_copies):
+                tensor = tensor.clone()
+                self.arrived[name] = Arrival(target, len(covers), False)
+                self._digest_arrival(name, tensor, target)
+                yield name, tensor
+                continue
+            trusted = self.expected is not None and _held_as_sent(target, tensor)
+            self.arrived[name] = Arrival(target, len(covers), trusted)
+            if not trusted:
+                self._digest_arrival(name, tensor, target)
+            self._copy(tensor, target)
         self.current = "the end of the update"
         self._require_complete()
 
     def explain(self, error: Exception) -> str:
         """What to tell the sender about an exception raised while loading."""
         what = str(error) if isinstance(error, SwapqError) else f"{type(error).__name__}: {error}"
-        return f"the update failed: {what} (at {self.current}, after {len(self.arrived)} tensors)"
+        return f"the update failed: {what} (at {self.current}, after {self.tensors} tensors)"
 
     def compare_held(self) -> tuple[int, tuple[str, ...]]:
-        """Read every tensor back from the engine and compare.
+        """Read every tensor back from the engine, compare it with what arrived, and that with what the sender has.
 
         Returns:
             How many tensors were compared, and the names of those that cannot be read back.
 
         Raises:
-            SyncError: the engine holds something else than what arrived.
+            SyncError: bytes changed on the way, or the engine holds something else than what arrived.
         """
-        layouts, unreadable, wrong, compared = Layouts(), [], [], 0
-        for name, placement in self.served.placements.items():
-            pieces = placement.pieces
-            held = [piece.held(layouts) for piece in pieces]
-            if any(part is None for part in held):
+        layouts, held = Layouts(), Digests()
+        keys: dict[str, list[str]] = {}
+        unreadable = []
+        for name, arrival in self.arrived.items():
+            parts = self._held(arrival.target, layouts)
+            if any(part is None for part in parts):
                 unreadable.append(name)
                 continue
-            have = [
-                _part_digest(part.reshape(placement.meta.shape) if placement.whole else part)
-                for part in held
-                if part is not None
-            ]
-            if pieces and have != self.arrived[name].parts:
-                wrong.append(name)
-            compared += bool(pieces)
+            keys[name] = [_key(name, i) for i in range(len(parts))]
+            for key, part in zip(keys[name], parts, strict=True):
+                if part is not None:
+                    held.add(key, part)
+        arrived, holds = self._digests.result(), held.result()
+        self._compare_with_sender(arrived, holds)
+        trusted = {name for name, arrival in self.arrived.items() if arrival.trusted}
+        wrong = sorted(n for n, ks in keys.items() if n not in trusted and any(holds[k] != arrived[k] for k in ks))
         if wrong:
             raise SyncError(
-                f"the engine does not hold what arrived: {_listed(wrong)}; a loader changed the bytes: sync again or restart the engine"
+                f"the engine does not hold what arrived: {_listed(wrong)}; a loader changed the bytes: sync again or restart "
+                "the engine"
             )
-        return compared, tuple(unreadable)
+        return sum(self.arrived[name].tensors for name, places in keys.items() if places), tuple(unreadable)
 
-    def _expected_placement(self, name: str, tensor: Tensor) -> Placement | None:
-        if name in self.arrived:
-            raise SyncError(f"{name}: arrived twice in one update; send every tensor once")
-        placement = self.served.placements.get(name)
-        if placement is None:
+    def _expected_target(self, name: str, tensor: Tensor) -> Stack | Placement | None:
+        target: Stack | Placement | None = self.served.stacks.get(name) or self.served.placements.get(name)
+        twice = name in self.arrived or (
+            any(c in self.covered for c in target.covers) if isinstance(target, Stack) else name in self.covered
+        )
+        if twice:
+            raise SyncError(f"{name}: arrived twice in one update; send every tensor once, of a stack or by itself")
+        if target is None:
             if name in self.served.tied:
                 return None
-            near = difflib.get_close_matches(name, self.served.placements, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(name, [*self.served.placements, *self.served.stacks], n=1, cutoff=0.8)
             hint = f"; the nearest name is {near[0]}" if near else ""
             raise SyncError(f"{name}: the engine's checkpoint has no tensor of that name{hint}; send checkpoint names")
-        meta = placement.meta
-        alike = tensor.dtype == meta.dtype or (tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not is_scale(name))
-        if not alike:
-            raise SyncError(
-                f"{name}: arrived as {tensor.dtype}, but the engine holds {meta.dtype}; send it in the checkpoint's dtype"
-            )
-        if tuple(tensor.shape) != meta.shape:
-            raise SyncError(
-                f"{name}: arrived with shape {tuple(tensor.shape)}, but the checkpoint has {meta.shape}; send the whole tensor"
-            )
-        return placement
+        _require_like(name, tensor, target.meta, exact=isinstance(target, Stack))
+        return target
 
-    def _arrival(self, tensor: Tensor, placement: Placement | None) -> Arrival:
-        whole = tensor_digest(tensor)
-        if placement is None:
-            return Arrival(whole, [])
-        parts = []
-        for piece in placement.pieces:
-            part = piece.of(tensor)
-            if placement.whole:
-                as_is = part.dtype == tensor.dtype and not piece.loses_sign_of_zero
-                parts.append(whole if as_is else _part_digest(part.reshape(tensor.shape)))
-            else:
-                parts.append(_part_digest(part))
-        return Arrival(whole, parts)
+    def _copy(self, tensor: Tensor, target: Stack | Placement) -> None:
+        if isinstance(target, Stack):
+            self.copied[id(target.layer)] = target.layer
+            live = self.served.live[target.layer, target.parameter]
+            for region, part in zip(target.shard.held(live), target.shard.of(tensor), strict=True):
+                region.copy_(part)
+            return
+        for piece in target.pieces:
+            self.copied[id(piece.layer)] = piece.layer
+            piece.live.view(self.served.live[piece.layer, piece.name]).copy_(piece.source.view(tensor))  # type: ignore[union-attr]
 
-    def _compare_with_sender(self, name: str) -> None:
-        sent = None if self.expected is None else self.expected.get(name)
-        if sent is not None and sent != self.arrived[name].digest:
-            raise SyncError(
-                f"{name}: arrived with digest {self.arrived[name].digest}, but the sender has {sent}; bytes changed on the way"
-            )
+    def _digest_arrival(self, name: str, tensor: Tensor, target: Stack | Placement | None) -> None:
+        """Digest what arrived, and each part of it that must be found in the engine."""
+        self._digests.add(name, tensor)
+        if isinstance(target, Stack):
+            for i, part in enumerate(target.shard.of(tensor)):
+                self._digests.add(_key(name, i), part)
+        elif target is not None:
+            for i, piece in enumerate(target.pieces):
+                part = piece.of(tensor)
+                self._digests.add(_key(name, i), part.reshape(tensor.shape) if target.whole else part)
+
+    def _held(self, target: Stack | Placement | None, layouts: Layouts) -> list[Tensor | None]:
+        """What the engine holds in each place of ``target``; None where it cannot be read back."""
+        if isinstance(target, Stack):
+            return [*target.shard.held(self.served.live[target.layer, target.parameter])]
+        held = [] if target is None else [piece.held(layouts) for piece in target.pieces]
+        if isinstance(target, Placement) and target.whole:
+            return [None if part is None else part.reshape(target.meta.shape) for part in held]
+        return held
+
+    def _compare_with_sender(self, arrived: Mapping[str, str], holds: Mapping[str, str]) -> None:
+        for name, arrival in self.arrived.items() if self.expected is not None else ():
+            found = holds[_key(name, 0)] if arrival.trusted else arrived[name]
+            sent = self.expected[name]  # type: ignore[index]
+            if found != sent:
+                where = "is held" if arrival.trusted else "arrived"
+                raise SyncError(
+                    f"{name}: {where} with digest {found}, but the sender has {sent}; bytes changed on the way"
+                )
 
     def _require_complete(self) -> None:
-        missing = [n for n, p in self.served.placements.items() if n not in self.arrived and p.pieces]
+        missing = [n for n, p in self.served.placements.items() if n not in self.covered and p.pieces]
         if missing:
             raise SyncError(
-                f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(missing)}; send every tensor every time"
+                f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(self._as_sent(missing))}; send every tensor "
+                "every time"
             )
-        if self.expected is not None:
-            for name in self.arrived:
-                self._compare_with_sender(name)
-            unsent = sorted(set(self.expected) - set(self.arrived))
-            unknown = sorted(set(self.arrived) - set(self.expected))
-            if unsent:
-                raise SyncError(
-                    f"the sender has digests of {len(unsent)} tensors that did not arrive: {_listed(unsent)}"
-                )
-            if unknown:
-                raise SyncError(f"the sender has no digest of {len(unknown)} tensors that arrived: {_listed(unknown)}")
+        if self.expected is None:
+            return
+        unsent = sorted(set(self.expected) - set(self.arrived))
+        unknown = sorted(set(self.arrived) - set(self.expected))
+        if unsent:
+            raise SyncError(f"the sender has digests of {len(unsent)} tensors that did not arrive: {_listed(unsent)}")
+        if unknown:
+            raise SyncError(f"the sender has no digest of {len(unknown)} tensors that arrived: {_listed(unknown)}")
+
+    def _as_sent(self, missing: list[str]) -> list[str]:
+        """``missing`` with the stacks that a sender of stacks has left out under their own names."""
+        if not any(isinstance(arrival.target, Stack) for arrival in self.arrived.values()):
+            return missing
+        gone = set(missing)
+        stacks = [stack for stack in self.served.stacks.values() if gone.issuperset(stack.covers)]
+        inside = {name for stack in stacks for name in stack.covers}
+        return [stack.name for stack in stacks] + [name for name in missing if name not in inside]
 
 
-def _part_digest(part: Tensor) -> str:
-    return tensor_digest(part.contiguous())
+def _require_like(name: str, tensor: Tensor, meta: Meta, *, exact: bool) -> None:
+    alike = tensor.dtype == meta.dtype or (
+        not exact and tensor.dtype in _FLOATS and meta.dtype in _FLOATS and not is_scale(name)
+    )
+    if not alike:
+        raise SyncError(
+            f"{name}: arrived as {tensor.dtype}, but the engine holds {meta.dtype}; send it in the checkpoint's dtype"
+        )
+    if tuple(tensor.shape) != meta.shape:
+        raise SyncError(
+            f"{name}: arrived with shape {tuple(tensor.shape)}, but the checkpoint has {meta.shape}; send the whole tensor"
+        )
+
+
+def _held_as_sent(target: Stack | Placement, tensor: Tensor) -> bool:
+    """Whether the engine will hold the tensor's own bytes, whole and in one place, so that one digest tells all."""
+    if isinstance(target, Stack):
+        return target.whole
+    piece: Piece | None = target.pieces[0] if len(target.pieces) == 1 else None
+    return piece is not None and target.whole and getattr(piece.layer, piece.name).dtype == tensor.dtype
+
+
+def _key(name: str, place: int) -> str:
+    return f"{name} #{place}"
 
 
 def _listed(names: list[str], limit: int = 6) -> str:

@@ -94,7 +94,35 @@ class SwapqLinearMethod(LinearMethodBase):
         suffixes = formats.get(self.format).suffixes
         slots = list(self.arrivals.expected)
         self.arrivals.require(layer, {name: slots for name in suffixes.values()})
-        for part, name in suffixes.items():
+        self.require_sound(layer)
+        self.after_copies(layer)
+
+    def takes_copies(self, layer: Any) -> bool:
+        """Whether bytes copied into the live parameters are loaded, once :meth:`after_copies` ran: the layout is the checkpoint's."""
+        return True
+
+    def after_copies(self, layer: Any) -> None:
+        """On the CPU, refresh the expanded operand, in place."""
+        if not current_platform.is_cpu():
+            return
+        if layer.swapq_operands is None:
+            layer.swapq_operands = Operands(self._parts(layer), self.format)
+        else:
+            layer.swapq_operands.refresh(self._parts(layer))
+
+    def damaged(self, layer: Any) -> Tensor:
+        """0-dim bool on the layer's device: whether :meth:`require_sound` would raise. Nothing waits for the device."""
+        suffixes = formats.get(self.format).suffixes
+        bad = [unsound(getattr(layer, name).data, self.format, part).any() for part, name in suffixes.items()]
+        return torch.stack(bad).any()
+
+    def require_sound(self, layer: Any) -> None:
+        """Raise if codes or scales hold values that no quantizer writes.
+
+        Raises:
+            CheckpointError: naming the checkpoint's tensors.
+        """
+        for part, name in formats.get(self.format).suffixes.items():
             bad = unsound(getattr(layer, name).data, self.format, part)
             if bool(bad.any()):
                 row = int(bad.any(1).nonzero()[0])
@@ -102,12 +130,6 @@ class SwapqLinearMethod(LinearMethodBase):
                     f"{' + '.join(self.names.values())}: {name} holds values that are not finite, first in row {row} of {self.prefix}; "
                     "the checkpoint or the trainer's weights are damaged"
                 )
-        if not current_platform.is_cpu():
-            return
-        if layer.swapq_operands is None:
-            layer.swapq_operands = Operands(self._parts(layer), self.format)
-        else:
-            layer.swapq_operands.refresh(self._parts(layer))
 
     def _parts(self, layer: Any) -> Parts:
         scales = getattr(layer, formats.get(self.format).suffixes["scales"]).data

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Region(NamedTuple):
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset()))
 
     def view(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.sizes, self.strides, self.offset)
+        return whole.as_strided(self.sizes, self.strides, whole.storage_offset() + self.offset)
 
 
 class Piece(NamedTuple):
@@ -71,14 +72,14 @@ class Piece(NamedTuple):
         return reads_by_product(self.layer, self.name)
 
 
-@dataclass(slots=True)
+@dataclass
 class Placement:
     """A checkpoint tensor and every place that it fills. No place: another rank's, or one that the model does not use."""
 
     meta: Meta
     pieces: list[Piece] = field(default_factory=list)
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """This rank holds every element of the tensor in one place, in the tensor's own order."""
         contiguous = torch.empty(self.meta.shape, device="meta").stride()

@@ -4,13 +4,17 @@ An engine whose update failed holds a mixture. It refuses to serve until an upda
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from swapq.digest import Digests
 from swapq.errors import SyncError, UnsupportedError
+from swapq_vllm.compat import forget_caches, quiet_reload
 from swapq_vllm.gate import close_front, close_worker, open_front, open_worker
 from swapq_vllm.ledger import Ledger
 from swapq_vllm.served import Served
@@ -18,7 +22,16 @@ from swapq_vllm.served import Served
 if TYPE_CHECKING:
     from vllm import LLM
 
-__all__ = ["UpdateReport", "apply_update", "receive", "running", "served_digests", "served_tensors", "verify"]
+__all__ = [
+    "UpdateReport",
+    "apply_update",
+    "receive",
+    "running",
+    "served_digests",
+    "served_tensors",
+    "stacked_experts",
+    "verify",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +41,7 @@ class UpdateReport:
     Attributes:
         seconds: from the first byte to the reset of the prefix cache.
         bytes: bytes of the tensors that arrived.
-        tensors: how many arrived.
+        tensors: how many tensors of the checkpoint arrived. A stack of experts counts as all that it stands for.
         verified: how many of them were read back from the engine and equal what arrived.
         unverified: names whose bytes the engine keeps in a layout that cannot be read back. Never a quantized tensor.
     """
@@ -49,15 +62,17 @@ def apply_update(
         llm: an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, one worker). Under an external launcher every rank calls
             this for its own engine, with the same tensors.
         tensors: ``(checkpoint name, tensor)``, every tensor of the checkpoint exactly once, in any order (by layer needs the
-            least memory). It is consumed lazily; a tensor's storage may be reused as soon as the next one is asked for.
-        expected_digests: the sender's digests by name. It is read after ``tensors`` is exhausted, so it may be filled meanwhile.
+            least memory). Experts that :func:`stacked_experts` lists may come as stacks instead (``swapq.checkpoint.stacks``), which is
+            one copy each. It is consumed lazily; a tensor's storage may be reused as soon as the next one is asked for.
+        expected_digests: the sender's digests by the names that it sends. It is read after ``tensors`` is exhausted, so it may be filled
+            meanwhile.
 
     Returns:
         What was done and what was compared.
 
     Raises:
-        SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, or not equal to what was sent. The
-            engine refuses to serve from then on.
+        SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, not equal to what was sent, or
+            holding what no quantizer writes. The engine refuses to serve from then on.
         UnsupportedError: the engine is in another process.
     """
     start = time.perf_counter()
@@ -89,8 +104,15 @@ def receive(
     close_worker(worker, "its last weight update did not complete")
     try:
         served.begin()
-        worker.reload_weights(weights_iterator=ledger.stream(tensors), is_checkpoint_format=True)
-        held, unverified = ledger.compare_held()
+        with torch.no_grad():
+            if served.takes_copies:
+                deque(ledger.stream(tensors), maxlen=0)  # gives nothing on: all is copied
+                forget_caches(worker.model_runner)
+            else:
+                with quiet_reload():
+                    worker.reload_weights(weights_iterator=ledger.stream(tensors), is_checkpoint_format=True)
+            held, unverified = ledger.compare_held()
+            served.settle(ledger.copied)
         served.require_same_addresses()
     except Exception as error:
         served.abandon()
@@ -100,7 +122,7 @@ def receive(
             raise
         raise failure from error
     open_worker(worker)
-    return len(ledger.arrived), held, unverified, ledger.bytes
+    return ledger.tensors, held, unverified, ledger.bytes
 
 
 def verify(worker: Any, expected_digests: Mapping[str, str]) -> dict[str, list[str]]:
@@ -117,21 +139,32 @@ def verify(worker: Any, expected_digests: Mapping[str, str]) -> dict[str, list[s
     return found
 
 
-def served_tensors(llm: "LLM") -> Iterator[tuple[str, Tensor]]:
+def stacked_experts(llm: "LLM") -> frozenset[str]:
+    """Names of the experts modules that may be sent as stacks, ``model.layers.3.mlp.experts``; none where the engine holds no codes."""
+    _require_in_process(llm)
+    served: Served = llm.collective_rpc(Served.of)[0]
+    return served.stacked_experts
+
+
+def served_tensors(llm: "LLM", *, stacked: bool = False) -> Iterator[tuple[str, Tensor]]:
     """What the engine serves, under checkpoint names and in checkpoint layout, quantized tensors as codes and scales.
 
     Tensors that cannot be read back (see :attr:`UpdateReport.unverified`) or that another rank holds are left out.
+
+    Args:
+        stacked: quantized experts as stacks, under the names of ``swapq.checkpoint.stacks``.
     """
     _require_in_process(llm)
     served: Served = llm.collective_rpc(Served.of)[0]
-    return served.tensors()
+    return served.tensors(stacked=stacked)
 
 
 def served_digests(llm: "LLM") -> dict[str, str]:
     """Digests of :func:`served_tensors`, to be compared with those of a model or checkpoint."""
-    from swapq.digest import tensor_digest
-
-    return {name: tensor_digest(tensor) for name, tensor in served_tensors(llm)}
+    found = Digests()
+    for name, tensor in served_tensors(llm):
+        found.add(name, tensor)
+    return found.result()
 
 
 def running(llm: "LLM") -> dict[str, tuple[str, str]]:

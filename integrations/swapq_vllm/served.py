@@ -4,14 +4,16 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from swapq.digest import tensor_digest
+from swapq.digest import Digests
 from swapq.errors import SyncError
-from swapq_vllm.compat import abandon_reload
+from swapq_vllm.compat import abandon_reload, derives_weights
 from swapq_vllm.headers import engine_headers
 from swapq_vllm.placement import Layouts, Placement, trace
-from swapq_vllm.unquantized import adopt
+from swapq_vllm.stacks import Stack, stacks_of
+from swapq_vllm.unquantized import adopt, load_layout, takes_copies
 
 __all__ = ["Served"]
 
@@ -49,20 +51,71 @@ class Served:
         names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         return names - {n for n, _ in self.model.named_parameters()}
 
+    @cached_property
+    def stacks(self) -> dict[str, Stack]:
+        """Wire name of every stack of experts that is copied into live parameters as a whole."""
+        return stacks_of(self.model)
+
+    @cached_property
+    def stacked_experts(self) -> frozenset[str]:
+        """Checkpoint names of the experts modules that :attr:`stacks` are of."""
+        return frozenset(name.rsplit(".", 2)[0] for name in self.stacks)
+
+    @cached_property
+    def takes_copies(self) -> bool:
+        """Whether every tensor may be copied into the live parameters; else those that are no stacks go through vLLM's reload."""
+        pieces = [piece for placement in self.placements.values() for piece in placement.pieces]
+        layers = {id(piece.layer): piece.layer for piece in pieces}
+        return (
+            not derives_weights(self.model)
+            and all(piece.source is not None for piece in pieces)
+            and all(takes_copies(layer) for layer in layers.values())
+            and all(
+                load_layout(layer, name) is getattr(layer, name) and getattr(layer, name).is_contiguous()
+                for layer, name in {(piece.layer, piece.name) for piece in pieces}
+            )
+        )
+
     def begin(self) -> None:
         """Prepare for an update: what is known of the model is learned before vLLM takes its parameters apart."""
         adopt(self.model)
-        _ = self.placements, self.tied
+        _ = self.placements, self.tied, self.stacks, self.takes_copies
+        self.live = {
+            (layer, name): tensor.data
+            for layer in self.model.modules()
+            for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]
+            if tensor is not None
+        }
+
+    def settle(self, layers: Mapping[int, nn.Module]) -> None:
+        """After copies into ``layers``: what is derived from their tensors is refreshed, and what no quantizer writes is refused.
+
+        Raises:
+            CheckpointError: naming the tensors of the first layer that is damaged.
+        """
+        methods = [(layer, getattr(layer, "quant_method", None)) for layer in layers.values()]
+        looked: list[tuple[nn.Module, Any]] = [(layer, m) for layer, m in methods if hasattr(m, "damaged")]
+        if looked and bool(torch.stack([method.damaged(layer) for layer, method in looked]).any()):
+            for layer, method in looked:
+                method.require_sound(layer)
+        for layer, method in looked:
+            method.after_copies(layer)
 
     def abandon(self) -> None:
         """After a failed update: no parameter stays on the meta device, so that the next update can begin."""
         abandon_reload(self.model)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint name and tensor of everything that can be read back."""
+    def tensors(self, *, stacked: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint name and tensor of everything that can be read back; ``stacked``: experts as the stacks that a sender may send."""
         adopt(self.model)
-        layouts = Layouts()
+        layouts, given = Layouts(), set[str]()
+        for stack in self.stacks.values() if stacked else ():
+            given.update(stack.covers)
+            if stack.whole:
+                yield stack.name, getattr(stack.layer, stack.parameter).data
         for name, placement in self.placements.items():
+            if name in given:
+                continue
             tensor = placement.served(layouts)
             if tensor is not None:
                 yield name, tensor
@@ -85,18 +138,19 @@ class Served:
         """
         adopt(self.model)
         found: dict[str, list[str]] = {"equal": [], "wrong": [], "unreadable": [], "unsent": []}
-        layouts = Layouts()
+        layouts, digests = Layouts(), Digests()
         for name, placement in self.placements.items():
             if not placement.pieces:
                 continue
             tensor = placement.served(layouts)
             if name not in expected:
-                kind = "unsent"
+                found["unsent"].append(name)
             elif tensor is None:
-                kind = "unreadable"
+                found["unreadable"].append(name)
             else:
-                kind = "equal" if tensor_digest(tensor) == expected[name] else "wrong"
-            found[kind].append(name)
+                digests.add(name, tensor)
+        for name, value in digests.result().items():
+            found["equal" if value == expected[name] else "wrong"].append(name)
         found["unknown"] = sorted(set(expected) - set(self.placements) - self.tied)
         return found
 

@@ -5,7 +5,13 @@ from torch import Tensor
 
 from swapq import formats
 
-__all__ = ["unsound"]
+__all__ = ["can_be_unsound", "unsound"]
+
+
+def can_be_unsound(fmt: str, part: str) -> bool:
+    """Whether some byte of that part is one that no quantizer writes: every E2M1 code is a number, and the largest part of a model."""
+    form = formats.get(fmt)
+    return part != "codes" or form.dtypes[part] != torch.uint8 or fmt.startswith("int4")
 
 
 def unsound(x: Tensor, fmt: str, part: str) -> Tensor:

@@ -21,7 +21,15 @@ from swapq_vllm.packing import unpack_experts, weight_by_product
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Bf16EmbeddingMethod", "Bf16ExpertsMethod", "Bf16LinearMethod", "adopt", "load_layout", "reads_by_product"]
+__all__ = [
+    "Bf16EmbeddingMethod",
+    "Bf16ExpertsMethod",
+    "Bf16LinearMethod",
+    "adopt",
+    "load_layout",
+    "reads_by_product",
+    "takes_copies",
+]
 
 
 class _Once:
@@ -52,6 +60,10 @@ class Bf16ExpertsMethod(UnquantizedFusedMoEMethod):
             del experts.process_weights_after_loading
         if not prepack.ran:
             prepack(layer)
+
+    def takes_copies(self, layer: Any) -> bool:
+        """Whether bytes copied into the live parameters are loaded: not where the backend keeps them in a layout of its own."""
+        return not current_platform.is_cpu() and self.load_layout(layer, "w13_weight") is layer.w13_weight
 
     def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """Parameter ``name`` as it was loaded; None where the backend's own layout cannot be undone."""
@@ -89,6 +101,10 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
             return F.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)
 
+    def takes_copies(self, layer: Any) -> bool:
+        """Whether bytes copied into the live parameters are loaded."""
+        return True
+
     def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
         return layer.__dict__.get("swapq_kept", layer.weight) if name == "weight" else getattr(layer, name)
@@ -108,6 +124,10 @@ class Bf16EmbeddingMethod(UnquantizedEmbeddingMethod):
         if current_platform.is_cpu():
             return F.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)
+
+    def takes_copies(self, layer: Any) -> bool:
+        """Whether bytes copied into the live parameters are loaded."""
+        return True
 
     def load_layout(self, layer: Any, name: str) -> Tensor | None:
         """The parameter itself: its layout does not change."""
@@ -138,6 +158,16 @@ def load_layout(layer: Any, name: str) -> Tensor | None:
     if not isinstance(method, UnquantizedLinearMethod):
         return None
     return weight_by_product(layer) if reads_by_product(layer, name) else live
+
+
+def takes_copies(layer: Any) -> bool:
+    """Whether bytes copied into the live tensors of ``layer`` are loaded; else only vLLM's loaders know what must happen to them."""
+    method: Any = getattr(layer, "quant_method", None)
+    if hasattr(method, "takes_copies"):
+        return method.takes_copies(layer)
+    if method is None:
+        return not hasattr(layer, "process_weights_after_loading")
+    return type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and current_platform.is_cuda()
 
 
 def reads_by_product(layer: Any, name: str) -> bool:

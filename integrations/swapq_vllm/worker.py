@@ -1,6 +1,6 @@
 """Methods for the workers of a server: ``vllm serve ... --worker-extension-cls swapq_vllm.worker.WorkerExtension``."""
 
-from swapq.digest import tensor_digest
+from swapq.digest import Digests
 from swapq_vllm.receiver import verify
 from swapq_vllm.served import Served
 
@@ -20,4 +20,7 @@ class WorkerExtension:
 
     def swapq_digests(self) -> dict[str, str]:
         """Digests of every tensor that this worker holds whole, under checkpoint names."""
-        return {name: tensor_digest(tensor) for name, tensor in Served.of(self).tensors()}
+        found = Digests()
+        for name, tensor in Served.of(self).tensors():
+            found.add(name, tensor)
+        return found.result()

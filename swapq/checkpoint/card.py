@@ -8,10 +8,11 @@ from huggingface_hub import ModelCardData
 
 from swapq._version import __version__
 from swapq.checkpoint.described import Described, describe_folder, folder_path
+from swapq.checkpoint.record import read_record
 from swapq.checkpoint.verify import Verification, verify
 from swapq.checkpoint.writer import write_text
 from swapq.errors import CheckpointError
-from swapq.headers import read_folder
+from swapq.headers import Folder, read_folder
 from swapq.recipe import Recipe
 
 __all__ = ["check_base_model", "model_card", "write_card"]
@@ -81,18 +82,29 @@ def model_card(
         tags=["swapq", "moe", "quantized", *formats],
         **relation,
     )
-    parts = ["---", data.to_yaml(), "---", "", *_body(described, report, formats, base_model, command)]
+    parts = [
+        "---",
+        data.to_yaml(),
+        "---",
+        "",
+        *_body(described, report, formats, base_model, command, _expanded(folder)),
+    ]
     return "\n".join(parts) + "\n"
 
 
 def _body(
-    described: Described, report: Verification, formats: list[str], base_model: str | None, command: str | None
+    described: Described,
+    report: Verification,
+    formats: list[str],
+    base_model: str | None,
+    command: str | None,
+    expanded: list[str],
 ) -> list[str]:
     totals = report.totals
     title = f"# {base_model or described.config.get('model_type', 'model')}, {' and '.join(f.upper() for f in formats) or 'BF16'}"
     lines = [title, "", f"Made by swapq {__version__}.", "", "## What is quantized", ""]
     lines += [f"- {_FORMATS[f]}: {_count(described, f)}" for f in formats] or ["- nothing"]
-    lines += ["- everything else, routers, embeddings and head included, is bit-identical to the source", ""]
+    lines += ["- everything else, routers, embeddings and head included, is bit-identical to the source", *expanded, ""]
     if described.recipe is not None:
         r = described.recipe
         lines += [
@@ -120,6 +132,15 @@ def _body(
     if command:
         lines += ["## How it was made", "", "```", command, "```", ""]
     return lines
+
+
+def _expanded(folder: Folder) -> list[str]:
+    """What a conversion of a block-FP8 source did to the weights that it did not quantize."""
+    source = (read_record(folder.path) or {}).get("source")
+    count = source.get("dequantized") if isinstance(source, dict) else None
+    return (
+        [f"- but for {count} weights that are FP8 in the source: dequantized exactly, rounded to BF16"] if count else []
+    )
 
 
 def _activations(recipe: Recipe) -> str:

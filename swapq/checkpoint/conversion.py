@@ -29,7 +29,7 @@ from swapq.checkpoint import layouts
 from swapq.checkpoint.job import Job, Shard
 from swapq.checkpoint.others import Others
 from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion, read_record
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion, copied_files
 from swapq.checkpoint.stream import stream
 from swapq.checkpoint.writer import shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
@@ -189,22 +189,11 @@ def _alone(scratch: Path) -> Iterator[None]:
 
 def _clear(dst: Path, scratch: Path) -> None:
     """Remove what an earlier conversion wrote, the config first: from here on the folder is no checkpoint."""
-    copied = _copied(dst)
+    copied = copied_files(dst)  # a tokenizer of another model must not stay
     for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json", *copied):
         (dst / name).unlink(missing_ok=True)
     for path in (*dst.glob("*.safetensors"), *scratch.glob("*.partial"), *scratch.glob(".*.tmp")):
         path.unlink()
-
-
-def _copied(dst: Path) -> list[str]:
-    """What an earlier conversion copied from its source, by its record: a tokenizer of another model must not stay."""
-    try:
-        listed = (read_record(dst) or {}).get("files")
-    except CheckpointError:
-        return []
-    names = [Path(name) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    inside = [p for p in names if not p.is_absolute() and ".." not in p.parts and (dst / p).is_file()]
-    return [str(p) for p in inside if (dst / p).parent.resolve().is_relative_to(dst.resolve())]
 
 
 def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str], workers: int, *, show: bool) -> None:
@@ -237,7 +226,7 @@ def _finish(job: Job, dst: Path, scratch: Path, state: Progress, others: Others,
     _fsync(dst)  # the names of the shards last before the config does
     write_json(dst / "config.json", config, scratch=scratch)
     _fsync(dst)
-    write_json(dst / RECORD_NAME, completion(job, state, others.names), scratch=scratch)
+    write_json(dst / RECORD_NAME, completion(job, state, others.names, dst), scratch=scratch)
     _fsync(dst)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from swapq.checkpoint import layouts
 from swapq.checkpoint.layouts.base import stem
-from swapq.checkpoint.record import read_record
-from swapq.errors import CheckpointError, UnsupportedError
+from swapq.checkpoint.record import RECORD_NAME, read_record
+from swapq.errors import CheckpointError, RecipeError, UnsupportedError
 from swapq.headers import Folder, read_json
 from swapq.natural import natural_key
 from swapq.recipe import Recipe
@@ -46,7 +46,9 @@ def describe_folder(folder: Folder) -> Described:
     if not isinstance(described, dict):
         raise CheckpointError(f"config.json: quantization_config is {type(described).__name__}, expected an object")
     record = read_record(folder.path)
-    recipe = Recipe.from_dict(record["recipe"]) if record and isinstance(record.get("recipe"), dict) else None
+    recipe = None
+    if record and isinstance(record.get("recipe"), dict):
+        recipe = _recipe(record["recipe"], RECORD_NAME)
     method = str(described.get("quant_method") or "")
     if not method:
         return Described("none", {}, recipe, config)
@@ -55,8 +57,15 @@ def describe_folder(folder: Folder) -> Described:
             f"config.json: quant_method is {method!r}; swapq reads swapq, modelopt and compressed-tensors"
         )
     if method == "swapq":
-        recipe = Recipe.from_dict(described.get("recipe") or {})
+        recipe = _recipe(described.get("recipe") or {}, "config.json: quantization_config")
     return Described(method, layouts.get(method).quantized(described, _scaled_modules(folder)), recipe, config)
+
+
+def _recipe(fields: Any, where: str) -> Recipe:
+    try:
+        return Recipe.from_dict(fields)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
 
 
 def _scaled_modules(folder: Folder) -> list[str]:

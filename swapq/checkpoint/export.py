@@ -1,6 +1,7 @@
 """``swapq.export``: the quantized checkpoint of a live model, which vLLM and transformers open by its config alone."""
 
 import copy
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,11 +32,11 @@ _REPLACES = ("config.json", "hf_quant_config.json", RECORD_NAME)
 def export(
     model: nn.Module, directory: "str | os.PathLike[str]", *, layout: str = "swapq", max_shard_size: "int | str" = "5GB"
 ) -> None:
-    """Write the quantized checkpoint of a converted model: config, generation config and safetensors shards.
+    """Write the quantized checkpoint of a converted model: config, generation config, safetensors shards and their record.
 
-    Quantized weights are written as codes and scales per expert; everything else keeps its dtype. The config comes last, so a
-    folder without it is one that was not finished; an export that fails leaves an earlier one as it was. Save the tokenizer beside
-    it with its own ``save_pretrained``.
+    Quantized weights are written as codes and scales per expert; everything else keeps its dtype. The config comes after all that a
+    loader reads, so a folder without it is one that was not finished; an export that fails leaves an earlier one as it was. Save the
+    tokenizer beside it with its own ``save_pretrained``.
 
     In a process group rank 0 writes. Every rank calls this for a sharded model (FSDP2), gathers, and returns when the folder is whole or
     raises when it is not; of an unsharded one (DDP) the call of another rank does nothing, so it does not matter who calls.
@@ -47,7 +48,7 @@ def export(
         model: converted by ``swapq.convert`` (trainable or not), possibly wrapped in DDP, FSDP or ``torch.compile``.
         directory: made if missing; an earlier export in it is replaced.
         layout: one of :func:`swapq.checkpoint.layouts.names`. The folder holds the bytes that ``convert_checkpoint`` makes of the same
-            weights; the layouts of other tools come with ``swapq.json``, which keeps the recipe.
+            weights. ``swapq.json`` comes with them: the recipe, and a hash of each shard and config for ``verify``.
         max_shard_size: bytes, or a string such as ``"5GB"``.
 
     Raises:
@@ -79,8 +80,7 @@ def export(
                 for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
                     writer.add(name, tensor)
             _finish(root, folder, described, extra_files)
-            if layout != "swapq":
-                write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
+            write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
         finally:
             _exhaust(gathered)  # after a failed write, too: the other ranks are still gathering
 
@@ -102,7 +102,7 @@ def _finish(
     config = copy.deepcopy(root.config)
     config.architectures = [type(root).__name__.removeprefix("FSDP")]
     config.dtype = str(root.dtype).removeprefix("torch.")
-    content = config.to_diff_dict()
+    content = json.loads(config.to_json_string())  # which spells infinities as JSON can
     for part in (content, *(v for v in content.values() if isinstance(v, dict))):
         part.pop("quantization_config", None)
         part.pop("compression_config", None)

@@ -29,8 +29,9 @@ class Inspection:
         files: safetensors file -> bytes.
         dtypes: stored dtype -> tensors, elements and bytes.
         roles: role -> tensors and bytes; empty where the family is not known.
-        parameters: elements of weights as a model counts them; None where packed codes cannot be told.
         notes: what a reader should know.
+        nbytes: of all tensors.
+        tensors: their number.
     """
 
     family: str | None = None
@@ -111,14 +112,16 @@ def _layout(folder: Folder, config: Mapping[str, Any], found: Inspection) -> Non
                 f"{low[0]} and {len(low) - 1} more tensors are stored quantized, and the config does not say so"
             )
         return
-    if not low:
-        found.notes.append("the config speaks of quantized weights, and none is stored")
+    stored = low or any(name.endswith((".weight_packed", ".qweight")) for name in folder.tensors)
+    none = "the config speaks of quantized weights, and none is stored"
     try:
         described = describe_folder(folder)
     except SwapqError as error:
-        found.notes.append(str(error))
+        found.notes += [str(error)] if stored else [none, str(error)]
         return
     found.layout = described.layout
+    if not stored and (described.quantized or described.layout != "swapq"):  # ours lists its weights, perhaps none
+        found.notes.append(none)
     counts = Counter(described.quantized.values())
     held = ", ".join(f"{count} {fmt}" for fmt, count in sorted(counts.items()))
     found.notes.append(f"{len(described.quantized)} quantized weights" + (f": {held}" if held else ""))

@@ -7,7 +7,7 @@ from typing import Any
 
 from swapq.checkpoint.job import Job
 from swapq.checkpoint.others import Others
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record, record_faults
 from swapq.errors import CheckpointError
 
 __all__ = ["check_folders", "check_space", "is_complete", "resumable"]
@@ -90,6 +90,8 @@ def is_complete(job: Job, destination: Path) -> bool:
             raise CheckpointError(
                 f"{path}: is not the shard that {RECORD_NAME} records; pass --overwrite to make it again"
             )
+    if faults := record_faults(record, destination):
+        raise CheckpointError(f"{destination}: {faults[0]}; pass --overwrite to make it again")
     if job.source_mtime_ns() > _recorded_mtime(record):
         raise CheckpointError(
             f"{destination}: the source was modified after it was converted; pass --overwrite to convert it again"

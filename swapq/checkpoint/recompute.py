@@ -1,6 +1,5 @@
 """The second half of verify: every tensor computed again from the source, compared bit for bit, its error measured."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from swapq import formats
 from swapq.checkpoint.described import Described
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.raw import as_bytes
-from swapq.checkpoint.source import SourceFiles, matrix_of, quantized, vanished_blocks
+from swapq.checkpoint.source import SourceFiles, expanded, quantized, vanished_blocks
 from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Unit, units_of
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
-from swapq.headers import Folder, TensorHeader, read_folder
+from swapq.headers import Folder, TensorHeader
 from swapq.plan import plan
 
 __all__ = ["compare", "errors_of"]
@@ -26,14 +25,14 @@ def compare(
     folder: Folder,
     described: Described,
     layout: Layout,
-    source: Path,
+    origin: Folder,
     files: SourceFiles,
     tensors: dict[str, dict[str, Any]],
     problems: list[str],
     totals: dict[str, Any],
     progress: bool,
 ) -> None:
-    """Fill ``tensors`` with errors, and ``problems`` with what differs from a conversion of ``source``.
+    """Fill ``tensors`` with errors, and ``problems`` with what differs from a conversion of ``origin``.
 
     Raises:
         CheckpointError: no recipe says how the folder was made.
@@ -43,8 +42,7 @@ def compare(
         raise CheckpointError(
             "neither config.json nor swapq.json holds the recipe, so the folder cannot be compared with a source"
         )
-    origin = read_folder(source)
-    made = plan(source, described.recipe)
+    made = plan(origin.path, described.recipe)
     for name, fmt in made.quantized.items():
         if described.quantized.get(name) != fmt:
             problems.append(
@@ -91,7 +89,7 @@ def _unit(
             problems.append(f"{unit.source.name}: not quantized, and not bit-identical to the source")
         return
     if isinstance(unit, Expand):
-        _check(unit.outputs[0].name, matrix_of(unit.slab, theirs), folder, files, problems)
+        _check(unit.outputs[0].name, expanded(unit, theirs), folder, files, problems)
         return
     for target, rows, parts in quantized(unit, theirs):
         for name, tensor in layout.encode(target.weight, target.fmt, parts).items():

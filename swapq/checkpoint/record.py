@@ -1,6 +1,8 @@
 """What a destination says of its conversion: progress while it runs, and ``swapq.json`` when it is complete."""
 
 import hashlib
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,9 +10,10 @@ from typing import Any, TypeGuard
 
 from swapq._version import __version__
 from swapq.checkpoint.job import CONVERSION_VERSION, Job
+from swapq.checkpoint.units import Expand
 from swapq.checkpoint.writer import write_json
 from swapq.errors import CheckpointError
-from swapq.headers import read_json
+from swapq.headers import INDEX_NAME, read_json
 from swapq.recipe import Recipe
 
 __all__ = [
@@ -19,8 +22,10 @@ __all__ = [
     "SCRATCH_NAME",
     "Progress",
     "completion",
+    "copied_files",
     "exported",
     "read_record",
+    "record_faults",
     "sha256_of",
 ]
 
@@ -31,6 +36,10 @@ SCRATCH_NAME = ".swapq"
 #: in the scratch folder
 PROGRESS_NAME = "progress.json"
 _HASH_BUFFER = 1 << 22
+#: JSON files that say what the shards mean: hashed like them
+_CONFIGS = ("config.json", "hf_quant_config.json", INDEX_NAME)
+#: key of the record's own hash
+_SEAL = "record_sha256"
 
 
 @dataclass
@@ -108,6 +117,17 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
+def copied_files(folder: Path) -> list[str]:
+    """Files in ``folder`` that its conversion copied from the source, by its record; what leads out of the folder is not among them."""
+    try:
+        listed = (read_record(folder) or {}).get("files")
+    except CheckpointError:
+        return []
+    names = [Path(name) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    inside = [p for p in names if not p.is_absolute() and ".." not in p.parts and (folder / p).is_file()]
+    return [str(p) for p in inside if (folder / p).parent.resolve().is_relative_to(folder.resolve())]
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -118,19 +138,58 @@ def sha256_of(path: Path) -> str:
 
 
 def exported(recipe: Recipe, layout: str, folder: Path) -> dict[str, Any]:
-    """The completion record of an export: it holds the recipe, which the configs of other tools have no place for."""
+    """The completion record of an export, whose configs are written: hashes, and the recipe, which the configs of other tools have no
+    place for."""
     shards = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.glob("model*.safetensors"))
     }
-    return {
-        "swapq": __version__,
-        "conversion": CONVERSION_VERSION,
-        "fingerprint": "export of a live model",
-        "recipe": recipe.to_dict(),
-        "layout": layout,
-        "shards": shards,
-    }
+    return _sealed(
+        {
+            "swapq": __version__,
+            "conversion": CONVERSION_VERSION,
+            "fingerprint": "export of a live model",
+            "recipe": recipe.to_dict(),
+            "layout": layout,
+            "shards": shards,
+            "configs": _configs(folder),
+        }
+    )
+
+
+def record_faults(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """What differs from the record beside the shards, one sentence each: configs, copied files that are gone, the record itself.
+
+    Records of earlier versions, which hash the shards alone, are believed.
+    """
+    found = []
+    if _SEAL in record and record[_SEAL] != _seal(record):
+        found.append(f"{RECORD_NAME}: is not what was written when the folder was finished; the file changed")
+    configs, files = record.get("configs"), record.get("files")
+    for name, said in sorted(configs.items()) if isinstance(configs, dict) else ():
+        if name not in _CONFIGS:
+            found.append(f"{RECORD_NAME}: names {name!r} among the configs, which is none")
+        elif not (folder / name).is_file():
+            found.append(f"{name}: recorded in {RECORD_NAME} and missing")
+        elif sha256_of(folder / name) != said:
+            found.append(f"{name}: its SHA-256 is not the one that {RECORD_NAME} records; the file changed")
+    for name in files if isinstance(files, list) else ():
+        if isinstance(name, str) and not os.path.lexists(folder / name):
+            found.append(f"{name}: copied from the source by {RECORD_NAME} and missing")
+    return found
+
+
+def _configs(folder: Path) -> dict[str, str]:
+    return {name: sha256_of(folder / name) for name in _CONFIGS if (folder / name).is_file()}
+
+
+def _sealed(record: dict[str, Any]) -> dict[str, Any]:
+    return record | {_SEAL: _seal(record)}
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in record.items() if key != _SEAL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _is_shard_table(shards: object) -> TypeGuard[dict[str, dict[str, Any]]]:
@@ -141,10 +200,11 @@ def _is_shard_table(shards: object) -> TypeGuard[dict[str, dict[str, Any]]]:
     )
 
 
-def completion(job: Job, state: Progress, others: tuple[str, ...]) -> dict[str, Any]:
-    """The completion record of a job whose shards are all published and whose ``others`` are copied."""
+def completion(job: Job, state: Progress, others: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """The completion record of a job whose shards are all published in ``folder``, whose ``others`` are copied and whose configs are
+    written."""
     shards: Mapping[str, Mapping[str, Any]] = state.shards
-    return {
+    record = {
         "swapq": __version__,
         "conversion": CONVERSION_VERSION,
         "fingerprint": job.fingerprint,
@@ -154,9 +214,12 @@ def completion(job: Job, state: Progress, others: tuple[str, ...]) -> dict[str, 
         "source": {
             "headers_sha256": job.source_hashes,
             "bytes": job.source.nbytes,
+            "dequantized": sum(isinstance(unit, Expand) for shard in job.shards for unit in shard.units),
             "mtime_ns": state.source_mtime_ns,
         },
         "shards": {name: dict(shards[name]) for name in sorted(shards)},
+        "configs": _configs(folder),
         "files": list(others),
         "underflowed_blocks": sum(int(said.get("underflowed_blocks", 0)) for said in shards.values()),
     }
+    return _sealed(record)

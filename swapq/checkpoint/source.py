@@ -11,13 +11,13 @@ from torch import Tensor
 from swapq import formats
 from swapq.checkpoint.arena import Arena
 from swapq.checkpoint.raw import as_bytes
-from swapq.checkpoint.units import BLOCK, Quantize, Slab, Target
+from swapq.checkpoint.units import BLOCK, Expand, Quantize, Slab, Target
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
 from swapq.kernels import cpu
 from swapq.qtensor import require_finite
 
-__all__ = ["SourceFiles", "matrix_of", "quantized", "vanished_blocks"]
+__all__ = ["SourceFiles", "expanded", "matrix_of", "quantized", "vanished_blocks"]
 
 
 class SourceFiles:
@@ -70,6 +70,18 @@ def matrix_of(slab: Slab, files: SourceFiles, arena: Arena | None = None) -> Ten
     if x.dtype == torch.bfloat16 and x.is_contiguous():
         return x
     return arena.take((x.shape[0], x.shape[1]), torch.bfloat16).copy_(x)
+
+
+def expanded(unit: Expand, files: SourceFiles, arena: Arena | None = None) -> Tensor:
+    """The BF16 matrix of a block-FP8 weight that stays unquantized.
+
+    Raises:
+        FormatError: a weight that is not finite, by name.
+    """
+    matrix = matrix_of(unit.slab, files, arena)
+    if not torch.isfinite(cpu.bf16_amax(matrix)):
+        require_finite(matrix, unit.slab.name)
+    return matrix
 
 
 def quantized(unit: Quantize, files: SourceFiles, arena: Arena | None = None) -> Iterator[tuple[Target, Tensor, Parts]]:

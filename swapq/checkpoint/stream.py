@@ -13,7 +13,7 @@ from swapq.checkpoint.arena import Arena
 from swapq.checkpoint.job import HASH_BUFFER, Job, Shard
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.raw import as_bytes
-from swapq.checkpoint.source import SourceFiles, matrix_of, quantized, vanished_blocks
+from swapq.checkpoint.source import SourceFiles, expanded, quantized, vanished_blocks
 from swapq.checkpoint.units import COPY_BUFFER, Copy, Expand, Quantize, Unit
 from swapq.errors import CheckpointError
 from swapq.headers import TensorHeader
@@ -164,7 +164,7 @@ def _carry_out(unit: Unit, layout: Layout, files: SourceFiles, output: _Output, 
         _copy(unit.source, files, output, arena)
         return 0
     if isinstance(unit, Expand):
-        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(matrix_of(unit.slab, files, arena)))
+        output.write(output.shard.offsets[unit.outputs[0].name], as_bytes(expanded(unit, files, arena)))
         return 0
     return _quantize(unit, layout, files, output, arena)
 

@@ -4,7 +4,7 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 
 from swapq import formats
 from swapq.checkpoint.layouts.swapq import describe
+from swapq.checkpoint.stacks import refuse_interleaved, stacked_tensors
 from swapq.convert import is_converted, plan_of, swapped_modules
 from swapq.errors import UnsupportedError
 from swapq.formats import Format
@@ -51,11 +52,7 @@ def base_model(model: nn.Module) -> nn.Module:
 def _expert_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
     """Codes and scales of each expert in the order gate, up, down."""
     layout = module.swapq_layout
-    if layout.interleaved:
-        raise UnsupportedError(
-            f"{layout.prefix}: no engine reads per-expert tensors of a family with interleaved gate and up; train it and keep the "
-            "masters with save_pretrained, but do not export it"
-        )
+    refuse_interleaved(layout)
     form = formats.get(module.spec.weights)
     first, down = module.stored_parts(module.up_name), module.stored_parts(module.down_name)
     half = -(-layout.intermediate // form.tile_rows)  # rows of block scales in gate, and in up
@@ -87,7 +84,9 @@ def module_tensors(module: QuantizedStorage) -> Iterator[tuple[str, Tensor]]:
             yield part_name(module.hub_name, form, part), tensor
 
 
-def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(
+    model: nn.Module, *, check: bool = True, stacked: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """``(checkpoint name, tensor)`` of every tensor of ``model``, layer by layer in natural order.
 
     Quantized weights come as codes and scales, per expert; everything else as it is, under the name it has on the Hub. Sharded
@@ -95,6 +94,7 @@ def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tupl
 
     Args:
         check: refuse masters that are not finite.
+        stacked: hub prefixes (``model.layers.3.mlp.experts``) of experts to give as stacks (``stacks.py``) instead of one by one.
 
     Raises:
         FormatError: a master that is not finite, by name.
@@ -106,7 +106,8 @@ def checkpoint_tensors(model: nn.Module, *, check: bool = True) -> Iterator[tupl
     for prefix, module in _swapped(root):
         if check:
             _check_finite(prefix, module)
-        units.append((prefix, partial(module_tensors, module)))
+        as_stacks = isinstance(module, SwapqExperts) and module.swapq_layout.hub_prefix in stacked
+        units.append((prefix, partial(stacked_tensors if as_stacks else module_tensors, module)))  # type: ignore[arg-type]
     for name, tensor in _rest(root).items():
         units.append((name, partial(iter, [(name, tensor.detach())])))
     for _, produce in sorted(units, key=lambda unit: dot_natural_key(unit[0])):

@@ -1,12 +1,12 @@
 """``swapq.verify``: does a quantized folder hold what it says, whole and sound, and, beside its source, the very bytes it should.
 
-It raises nothing about the folder: every fault is a line in ``problems``.
+It raises nothing about the folder: every fault is a line in ``problems``. A source that cannot be read is no fault of the folder.
 """
 
+import filecmp
 import math
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from swapq.checkpoint import layouts
 from swapq.checkpoint.described import Described, describe_folder, folder_path
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, read_record, sha256_of
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, copied_files, read_record, record_faults, sha256_of
 from swapq.checkpoint.source import SourceFiles
 from swapq.errors import SwapqError
 from swapq.headers import Folder, TensorHeader, read_folder
@@ -74,8 +74,12 @@ def verify(
         directory: layout ``swapq``, ``modelopt`` or ``compressed-tensors``.
         source: the folder it was made from: every tensor is computed again and compared bit for bit, and errors are measured.
         progress: show bars on stderr.
+
+    Raises:
+        CheckpointError: the source is no folder, damaged or incomplete.
     """
     report = Verification()
+    origin = read_folder(source) if source is not None else None
     try:
         folder = read_folder(folder_path(directory))
         described = describe_folder(folder)
@@ -89,6 +93,8 @@ def verify(
     if described.layout == "none":
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
+    strays = {p.name for p in folder.path.glob("*.safetensors")} - set(folder.files)
+    report.problems += [f"{name}: lies beside the shards, and some readers load every file" for name in sorted(strays)]
     known = _structure(folder, described, layout, report)
     try:
         entry = described.config.get("quantization_config") or {}
@@ -99,10 +105,9 @@ def verify(
     try:
         _hashes(folder, report, progress)
         _values(folder, described, layout, known, files, report, progress)
-        if source is not None:
-            compare(
-                folder, described, layout, Path(source), files, report.tensors, report.problems, report.totals, progress
-            )
+        if origin is not None:
+            compare(folder, described, layout, origin, files, report.tensors, report.problems, report.totals, progress)
+            _copies(folder, origin, report)
     except (SwapqError, OSError) as error:
         report.problems.append(str(error))
     finally:
@@ -220,6 +225,19 @@ def _hashes(folder: Folder, report: Verification, progress: bool) -> None:
             report.problems.append(f"{name}: {path.stat().st_size} bytes, {RECORD_NAME} records {said.get('bytes')}")
         elif sha256_of(path) != said.get("sha256"):
             report.problems.append(f"{name}: its SHA-256 is not the one that {RECORD_NAME} records; the file changed")
+    report.problems += record_faults(record, folder.path)
+
+
+def _copies(folder: Folder, origin: Folder, report: Verification) -> None:
+    """A note for each copied file that differs from the source's: it may have been edited on purpose. The card replaces README.md."""
+    for name in copied_files(folder.path):
+        ours, theirs = folder.path / name, origin.path / name
+        if name == "README.md" or not ours.is_file():
+            continue
+        if not theirs.is_file():
+            report.notes.append(f"{name}: was copied from a source, and this source has no such file")
+        elif not filecmp.cmp(ours, theirs, shallow=False):
+            report.notes.append(f"{name}: differs from the source's, from which it was copied")
 
 
 def _values(
@@ -231,13 +249,17 @@ def _values(
     report: Verification,
     progress: bool,
 ) -> None:
-    """Finite scales, FP32 scales above zero, equal scales in gate/up pairs."""
+    """FP8 codes that are numbers, finite block scales not below zero, FP32 scales above zero, equal scales in gate/up pairs."""
     pairs: dict[str, dict[str, float]] = {}
     for weight, stored in track(
         known.items(), "Reading scales", transient=True, disable=not progress, console=_stderr()
     ):
         fmt = described.quantized[weight]
         report.tensors[weight] = {"role": role_of(weight).value, "format": fmt}
+        if stored[0].dtype == torch.float8_e4m3fn and (
+            fault := _code_fault(stored[0].name, _read(folder.tensors[stored[0].name], files))
+        ):
+            report.problems.append(fault)
         tensors = {s.name: _read(folder.tensors[s.name], files) for s in stored[1:]}
         for name, tensor in tensors.items():
             fault = _scale_fault(name, tensor)
@@ -266,6 +288,11 @@ def _read(header: TensorHeader, files: SourceFiles) -> Tensor:
     return files.tensor(header.file, header.start, header.dtype, header.shape, header.name)
 
 
+def _code_fault(name: str, codes: Tensor) -> str | None:
+    bad = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    return f"{name}: {bad} of {codes.numel()} codes are NaN" if bad else None
+
+
 def _scale_fault(name: str, tensor: Tensor) -> str | None:
     if tensor.dtype == torch.uint8 or tensor.dtype == torch.float8_e8m0fnu:
         bad = int((tensor.view(torch.uint8) == 255).sum())
@@ -276,6 +303,8 @@ def _scale_fault(name: str, tensor: Tensor) -> str | None:
     bad = int((~torch.isfinite(values)).sum())
     if bad:
         return f"{name}: {bad} of {values.numel()} scales are not finite"
+    if tensor.dtype == torch.float8_e4m3fn and bool((low := tensor.view(torch.uint8) >= 0x80).any()):
+        return f"{name}: {int(low.sum())} of {values.numel()} block scales are below zero, which no quantizer writes"
     if tensor.dtype in (torch.float32, torch.bfloat16) and bool((values <= 0).any()):
         kind = "FP32" if tensor.dtype == torch.float32 else "BF16"
         return f"{name}: the {kind} scale is {values[values <= 0][0].item():g}; a scale is above zero"

@@ -1,5 +1,6 @@
 """Token ids for diagnostics: prompts of the user's, or a few built in; where a folder has no tokenizer, ids drawn from a fixed seed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,13 +31,11 @@ def prompt_batches(
         length: prompts are cut to so many tokens.
 
     Raises:
-        UnsupportedError: a file of prompts without a tokenizer, or a file without a prompt.
+        UnsupportedError: a file of prompts without a tokenizer, one that is not UTF-8, or one without a prompt of two tokens.
     """
     from transformers import AutoTokenizer
 
-    lines = (
-        _BUILT_IN if file is None else [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    )
+    lines: Sequence[str] = _BUILT_IN if file is None else _lines(file)
     if not lines:
         raise UnsupportedError(f"{file}: holds no prompt; write one a line")
     if not any(
@@ -52,4 +51,15 @@ def prompt_batches(
     tokenizer = AutoTokenizer.from_pretrained(directory)
     batches = [tokenizer(line, return_tensors="pt").input_ids[:, :length] for line in lines]
     batches = [ids for ids in batches if ids.shape[1] > 1]
+    if not batches:
+        raise UnsupportedError(
+            f"{file or directory}: no prompt has two tokens, so nothing is predicted; write longer ones"
+        )
     return batches, f"{len(batches)} prompts" + ("" if file is None else f" of {file}")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UnsupportedError(f"{file}: is no UTF-8 text ({error.reason} at byte {error.start})") from None

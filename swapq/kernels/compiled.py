@@ -12,7 +12,7 @@ import numpy as np
 
 from swapq.formats.mxfp8 import ONE_OVER_448
 
-__all__ = ["amax", "mxfp8", "nvfp4"]
+__all__ = ["amax", "mxfp8", "nvfp4", "word_sums"]
 
 F, U, H = np.float32, np.uint32, np.uint16
 
@@ -199,3 +199,23 @@ def mxfp8(bits: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
         _doubled(f4, f2)
         _doubled(f2, f1)
         _mxfp8_codes(piece, f1, codes[start : start + _PIECE])
+
+
+@_jit
+def _lane_sums(words: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.int64, np.int64]:
+    a, b = np.int64(0), np.int64(0)
+    for i in range(words.size):
+        word = np.int64(words[i])
+        a += word * first[i]
+        b += word * second[i]
+    return a, b
+
+
+@_jit
+def word_sums(words: np.ndarray, lane_keys: np.ndarray, chunk_keys: np.ndarray, into: np.ndarray) -> None:
+    """Add both sums of a digest to ``into``: see ``word_sums.py``."""
+    lane = lane_keys.shape[1]
+    for chunk in range((words.size + lane - 1) // lane):
+        a, b = _lane_sums(words[chunk * lane : (chunk + 1) * lane], lane_keys[0], lane_keys[1])
+        into[0] += a * chunk_keys[0, chunk]
+        into[1] += b * chunk_keys[1, chunk]

@@ -16,7 +16,10 @@ from swapq import formats
 from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4, ONE_SIXTH
 
-__all__ = ["bf16_amax", "compiled", "prepare", "quantize_matrix"]
+__all__ = ["bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights"]
+
+#: from so many values on, loading numba and its compiled loops pays
+_MANY = 1 << 20
 
 
 @cache
@@ -26,7 +29,29 @@ def compiled() -> ModuleType | None:
         return None
     from swapq.kernels import compiled as loops
 
+    _answer_no_special_names()
     return loops
+
+
+def _answer_no_special_names() -> None:
+    """Let a vLLM CPU engine start in a process that has loaded numba.
+
+    The engine asks every object in every module for its ``__dict__``. llvmlite's library object answers any name with a C function,
+    this one too, and the engine falls over it. Names with underscores are no functions of that library.
+    """
+    from llvmlite.binding import ffi
+
+    library = type(ffi.lib)
+    asked = getattr(library, "__getattr__", None)
+    if asked is None or asked.__module__ == __name__:
+        return
+
+    def answer(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return asked(self, name)
+
+    library.__getattr__ = answer
 
 
 def prepare() -> None:
@@ -72,6 +97,27 @@ def quantize_matrix(
     encode, decode = NVFP4.global_scales(bf16_amax(x) if amax is None else amax)
     loops.nvfp4(_bits(x), np.float32((encode * ONE_SIXTH).item()), np.float32(decode.item()), *flat)
     return Parts(codes, scales.view(torch.float8_e4m3fn), decode)
+
+
+def quantize_weights(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts | None:
+    """The reference's bytes of large BF16 weights ``[..., N, K]`` on the CPU, one FP32 scale per leading index in NVFP4.
+
+    None where the compiled loops have nothing to offer: few values, no numba, another format, or a value that is not finite, whose
+    way through the contract is the reference's.
+    """
+    if x.numel() < _MANY or fmt not in ("nvfp4", "mxfp8") or compiled() is None:
+        return None
+    x = x.contiguous()
+    if not bool(torch.isfinite(bf16_amax(x))) or (amax is not None and not bool(torch.isfinite(amax).all())):
+        return None
+    if fmt == "mxfp8":
+        flat = quantize_matrix(x.flatten(0, -2), fmt)
+        return Parts(flat.codes.view(x.shape), flat.scales.view(*x.shape[:-1], -1))
+    lead = x.shape[:-2]
+    tops = [None] * lead.numel() if amax is None else [*amax.reshape(-1)]
+    each = [quantize_matrix(m, fmt, top) for m, top in zip(x.reshape(-1, *x.shape[-2:]), tops, strict=True)]
+    codes, scales, decode = (torch.stack([parts[i] for parts in each]) for i in range(3))  # type: ignore[misc]
+    return Parts(codes.view(*lead, *codes.shape[1:]), scales.view(*lead, *scales.shape[1:]), decode.view(lead))
 
 
 def _bits(x: Tensor) -> np.ndarray:

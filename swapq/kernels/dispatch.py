@@ -8,9 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from swapq import formats
 from swapq.errors import UnsupportedError
 from swapq.formats import Parts
-from swapq.kernels import reference
+from swapq.kernels import cpu, reference
 
 __all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
 
@@ -73,7 +74,11 @@ def grouped(device: torch.device) -> ModuleType:
 
 def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) -> Parts | None:
     """The bytes of ``Format.quantize`` from a kernel, or None where there is none for this tensor."""
-    if x.dtype != torch.bfloat16 or x.dim() < 2 or not x.numel() or not kernels(x.device):
+    if x.dtype != torch.bfloat16 or x.dim() < 2 or not x.numel():
+        return None
+    if x.device.type == "cpu" and _mode == "auto" and axis == -1 and scope == formats.get(fmt).default_scope:
+        return cpu.quantize_weights(x, fmt, amax)
+    if not kernels(x.device):
         return None
     from swapq.kernels.cuda import quantize as cuda
 

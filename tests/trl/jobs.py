@@ -192,7 +192,7 @@ def faults(recipe: str) -> dict[str, Any]:
     self_test = drift(built)
     built.sync_weights()
     honest, right = generation._tensors, scores(generation.llm)
-    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    name = "model.layers.1.mlp.experts.down_proj.weight"  # all experts of the layer, as they go over
 
     def altered(change: Any) -> Any:
         def tensors(merge: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 import swapq
 from swapq.digest import tensor_digest
 from swapq.errors import SyncError, UnsupportedError
-from swapq_trl.sending import sent_tensors
+from swapq_trl.sending import sent_tensors, with_digests
 from tests.trl.jobs import tiny
 
 RECIPES = {"bf16": {}, "mxfp8-rl": {}, "nvfp4-rl": {"last_layers_bf16": 0}}
@@ -110,6 +110,45 @@ def test_sent_tensors_share_no_storage_with_the_model_or_with_each_other(model: 
         for parameter in model.parameters():
             parameter.zero_()
     assert before == {name: tensor_digest(tensor) for name, tensor in sent.items()}
+
+
+def test_stacks_hold_the_bytes_of_single_experts_and_nothing_else_changes(model: Any) -> None:
+    prefix = "model.layers.1.mlp.experts"
+    single = dict(sent_tensors(model, torch.bfloat16))
+    stacked = {name: t.clone() for name, t in sent_tensors(model, torch.bfloat16, stacked={prefix}, fresh=False)}
+    rest = {name for name in single if not name.startswith(f"{prefix}.")}
+    if swapq.recipe_of(model).name == "bf16":
+        assert list(stacked) == list(single)
+        return
+    assert rest < set(stacked)
+    assert all(tensor_digest(stacked[name]) == tensor_digest(single[name]) for name in rest)
+    assert sum(t.nbytes for t in stacked.values()) == sum(t.nbytes for t in single.values())
+    for suffix in {name.rpartition(".")[2] for name in set(single) - rest}:
+        down, both = stacked[f"{prefix}.down_proj.{suffix}"], stacked[f"{prefix}.gate_up_proj.{suffix}"]
+        for e in range(len(down)):
+            gate, up, own = (single[f"{prefix}.{e}.{p}_proj.{suffix}"] for p in ("gate", "up", "down"))
+            joined = torch.stack([gate, up]) if gate.dim() == 0 else torch.cat([gate, up])
+            assert tensor_digest(both[e]) == tensor_digest(joined)
+            assert tensor_digest(down[e]) == tensor_digest(own)
+
+
+def test_names_dtypes_and_shapes_of_stacks_never_change(model: Any) -> None:
+    def described() -> list[tuple[str, torch.dtype, torch.Size]]:
+        prefixes = {f"model.layers.{i}.mlp.experts" for i in range(2)}
+        return [(n, t.dtype, t.shape) for n, t in sent_tensors(model, torch.bfloat16, stacked=prefixes, fresh=False)]
+
+    first = described()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert described() == first
+
+
+def test_digests_are_there_when_the_last_tensor_has_passed() -> None:
+    model, digests = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0), dict[str, str]()
+    passed = [(name, t.clone()) for name, t in with_digests(sent_tensors(model, torch.bfloat16), digests)]
+    assert list(digests) == [name for name, _ in passed]
+    assert digests == {name: tensor_digest(t) for name, t in passed}
 
 
 def test_a_server_that_holds_something_else_is_an_error_that_names_it(model: Any) -> None:

@@ -100,11 +100,11 @@ def test_the_trainer_keeps_trls_name_and_adds_a_tag(trained: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("drop", "model.layers.1.mlp.experts.2.down_proj.weight"),
-        ("rename", "model.layers.1.mlp.experts.2.down_proj.weightx"),
-        ("unquantized", "model.layers.1.mlp.experts.2.down_proj.weight"),
+        ("drop", "model.layers.1.mlp.experts.down_proj.weight"),
+        ("rename", "model.layers.1.mlp.experts.down_proj.weightx"),
+        ("unquantized", "model.layers.1.mlp.experts.down_proj.weight"),
         ("broken", "the quantizer failed"),
-        ("flip", "model.layers.1.mlp.experts.2.down_proj.weight"),
+        ("flip", "model.layers.1.mlp.experts.down_proj.weight"),
         ("nan", "model.layers.0.mlp.experts"),
     ],
 )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.vllm.stack import stacked
+
 PROMPTS = [[(i * 7 + j * 3) % 64 for j in range(12)] for i in range(6)]
 
 
@@ -26,6 +28,10 @@ def _weights(directory: str) -> dict[str, Tensor]:
 
 def _model(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def _model_runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def score(llm: Any) -> Tensor:
@@ -83,6 +89,77 @@ def update(llm: Any, directory: str) -> Any:
     return dataclasses.asdict(apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()}))
 
 
+def stacked_update(llm: Any, directory: str) -> Any:
+    """One verified update whose quantized experts come as stacks; the report, and the names of the stacks."""
+    import dataclasses
+
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import apply_update
+
+    weights = stacked(_weights(directory), llm)
+    report = apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()})
+    return dataclasses.asdict(report), sorted(
+        n for n in weights if "_proj." in n and ".experts." in n and "experts." in n
+    )
+
+
+def stacked_update_and_score(llm: Any, directory: str) -> Tensor:
+    stacked_update(llm, directory)
+    return _logprobs(llm)
+
+
+def sent_stacks(llm: Any, seed: int, recipe: str, overrides: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of a model's tensors as the trainer sends them, and of stacks built from its export."""
+    import tempfile
+
+    import swapq
+    from swapq.checkpoint.tensors import checkpoint_tensors
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import stacked_experts
+    from tests.vllm.conftest import tiny
+
+    model = swapq.convert(tiny(seed), recipe, **overrides)
+    sent = {n: tensor_digest(t) for n, t in checkpoint_tensors(model, stacked=stacked_experts(llm))}
+    with tempfile.TemporaryDirectory() as folder:
+        swapq.export(model, folder)
+        return sent, {n: tensor_digest(t) for n, t in stacked(_weights(folder), llm).items()}
+
+
+def reloaded_score(llm: Any, directory: str) -> Tensor:
+    """Log-probabilities after an update all of whose tensors went through vLLM's reload, one by one."""
+    from swapq_vllm.served import Served
+
+    served = Served.of(_worker(llm))
+    honest = served.takes_copies
+    served.takes_copies = False
+    try:
+        update(llm, directory)
+    finally:
+        served.takes_copies = honest
+    return _logprobs(llm)
+
+
+def _worker(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def reloads(llm: Any, directory: str, as_stacks: bool) -> int:
+    """How often an update used vLLM's reload."""
+    runner = _model_runner(llm)
+    calls, honest = [], type(runner).reload_weights
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return honest(self, *args, **kwargs)
+
+    type(runner).reload_weights = counted
+    try:
+        (stacked_update if as_stacks else update)(llm, directory)
+    finally:
+        type(runner).reload_weights = honest
+    return len(calls)
+
+
 def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:
     """An update that names the head of a model whose head is its embedding: the error."""
     from swapq.errors import SyncError
@@ -118,6 +195,22 @@ def update_from_one_buffer(llm: Any, directory: str) -> dict[str, str]:
             buffer.fill_(0x55)
 
     apply_update(llm, send())
+    return served_digests(llm)
+
+
+def update_from_views(llm: Any, directory: str) -> dict[str, str]:
+    """A sender whose tensors are views of one storage, each at an offset of its own."""
+    from swapq.digest import tensor_digest
+    from swapq_vllm.receiver import apply_update, served_digests
+
+    weights = _weights(directory)
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in weights.values()]
+    whole = torch.cat([torch.nn.functional.pad(r, (16, -r.numel() % 16)) for r in raw])
+    sent, start = {}, 0
+    for (name, tensor), r in zip(weights.items(), raw, strict=True):
+        sent[name] = whole[start + 16 : start + 16 + r.numel()].view(tensor.dtype).view(tensor.shape)
+        start += 16 + r.numel() + -r.numel() % 16
+    apply_update(llm, sent.items(), {n: tensor_digest(t) for n, t in sent.items()})
     return served_digests(llm)
 
 
@@ -167,13 +260,13 @@ def linear(llm: Any, path: str, x: Tensor) -> Tensor:
         return module.quant_method.apply(module, x, None).clone()
 
 
-def faulty_update(llm: Any, directory: str, fault: str, name: str) -> tuple[str, str]:
+def faulty_update(llm: Any, directory: str, fault: str, name: str, as_stacks: bool = False) -> tuple[str, str]:
     """An update with one fault: the error it raised, and what a request raised afterwards ("served" if nothing)."""
     from swapq.digest import tensor_digest
     from swapq.errors import SyncError
     from swapq_vllm.receiver import apply_update
 
-    good = _weights(directory)
+    good = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
     digests = {n: tensor_digest(t) for n, t in good.items()}
     items = list(good.items())
     if fault == "missing":
@@ -191,6 +284,15 @@ def faulty_update(llm: Any, directory: str, fault: str, name: str) -> tuple[str,
     elif fault == "nan_scale":
         good[name].view(torch.uint8).view(-1)[5] = 0xFF
         digests = None
+    elif fault == "stale":
+        digests[name] = tensor_digest(torch.zeros_like(good[name]))
+    elif fault == "undigested":
+        del digests[name]
+    elif fault == "unequal":
+        good[name][3, 1] *= 2
+        digests = None
+    elif fault == "both ways":
+        items.append(next(i for i in _weights(directory).items() if i[0].startswith(name.split("gate_up")[0])))
     elif fault == "e8m0":
         items = [(n, t.view(torch.float8_e8m0fnu) if n == name else t) for n, t in items]
     elif fault == "raises":
@@ -228,7 +330,7 @@ def scale_pair(llm: Any, directory: str, name: str) -> str:
     return "nothing"
 
 
-def changed_after_arrival(llm: Any, directory: str, name: str) -> str:
+def changed_after_arrival(llm: Any, directory: str, name: str, as_stacks: bool = False) -> str:
     """An update after which one byte of the live tensor is wrong: the error."""
     from swapq.errors import SyncError
     from swapq_vllm.ledger import Ledger
@@ -244,12 +346,20 @@ def changed_after_arrival(llm: Any, directory: str, name: str) -> str:
 
     Ledger.compare_held = spoil_and_compare
     try:
-        apply_update(llm, _weights(directory).items())
+        weights = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
+        apply_update(llm, weights.items())
     except SyncError as error:
         return str(error)
     finally:
         Ledger.compare_held = compare
     return "nothing"
+
+
+def update_workers(llm: Any, directory: str) -> tuple[list[dict[str, Any]], Tensor]:
+    """Every worker spoils its experts and receives stacks: what each says, and the scores afterwards."""
+    held = llm.collective_rpc("receive_stacks", args=(directory,))
+    llm.reset_prefix_cache()
+    return held, _logprobs(llm)
 
 
 def verify_workers(llm: Any, directory: str) -> list[dict[str, list[str]]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import swapq
 from tests.helpers import recipes
@@ -26,10 +27,16 @@ def test_two_ranks_serve_what_one_does(tmp_path: Path, recipe: str) -> None:
         model = tiny(**WIDE) if recipe == "fp8-block-rl" else tiny()
         swapq.export(swapq.convert(model, recipes.tiny(recipe), last_layers_bf16=0, expert_tp=ranks), folder)
         options = TWO if ranks == 2 else {}
-        engine = Engine(folder, enforce_eager=True, worker_extension_cls="swapq_vllm.worker.WorkerExtension", **options)
+        engine = Engine(
+            folder, enforce_eager=True, worker_extension_cls="tests.vllm.stacked_worker.StackedWorker", **options
+        )
         try:
             scores.append(engine(inside.score))
             answers = engine(inside.verify_workers, str(folder))
+            shards, after = engine(inside.update_workers, str(folder))
+            assert torch.equal(after, scores[-1]), "stacks filled a rank's shards otherwise than the loader"
+            assert all(held["arrived"] == held["equal"] == len(swapq.digest(folder)) for held in shards)
+            assert len({held["digest"] for held in shards}) == ranks, "ranks hold different parts"
         finally:
             engine.close()
         assert len(answers) == ranks
@@ -38,6 +45,25 @@ def test_two_ranks_serve_what_one_does(tmp_path: Path, recipe: str) -> None:
             assert not found["unsent"]
             assert "model.layers.0.mlp.gate.weight" in found["equal"]
     assert (scores[0] - scores[1]).abs().mean() < 0.1 * scores[0].std(), "the sums are split, the codes are not"
+
+
+def test_ranks_of_whole_experts_serve_what_one_rank_does(tmp_path: Path) -> None:
+    folder, scores = tmp_path / "export", []
+    swapq.export(swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0), folder)
+    for ranks in (1, 2):
+        options = TWO | {"enable_expert_parallel": True} if ranks == 2 else {}
+        engine = Engine(
+            folder, enforce_eager=True, worker_extension_cls="tests.vllm.stacked_worker.StackedWorker", **options
+        )
+        try:
+            scores.append(engine(inside.score))
+            shards, after = engine(inside.update_workers, str(folder))
+            assert torch.equal(after, scores[-1])
+            assert [held["arrived"] for held in shards] == [len(swapq.digest(folder))] * ranks
+            assert len({held["digest"] for held in shards}) == ranks
+        finally:
+            engine.close()
+    assert (scores[0] - scores[1]).abs().mean() < 0.1 * scores[0].std()
 
 
 def test_another_number_of_ranks_than_the_recipes_is_refused(exports: Exports) -> None:

@@ -38,6 +38,8 @@ class Layout(ABC):
     name: ClassVar[str]
     #: formats that the layout can hold
     formats: ClassVar[frozenset[str]]
+    #: whether its config can say that no weight is quantized
+    holds_none: ClassVar[bool] = False
 
     @abstractmethod
     def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
@@ -73,11 +75,16 @@ class Layout(ABC):
         return []
 
     def require(self, plan: Plan) -> None:
-        """Refuse a plan with a format that the layout cannot hold.
+        """Refuse a plan with a format that the layout cannot hold, or, in layouts of other tools, without a quantized weight.
 
         Raises:
             UnsupportedError: naming the format and what the layout holds.
         """
+        if not plan.quantized and not self.holds_none:
+            raise UnsupportedError(
+                f"layout {self.name!r} has no words for recipe {plan.recipe.name!r}, which quantizes nothing; its readers load the BF16 "
+                "source itself, or choose layout 'swapq'"
+            )
         for fmt in sorted(set(plan.quantized.values()) - self.formats):
             raise UnsupportedError(
                 f"layout {self.name!r} cannot hold {fmt}; it holds {', '.join(sorted(self.formats))}"

@@ -46,8 +46,6 @@ class CompressedTensorsLayout(Layout):
         names: dict[str, list[str]] = {}
         for weight, fmt in plan.quantized.items():
             names.setdefault(fmt, []).append(stem(weight))
-        if not names:
-            return {}
         found = sorted(names)
         return {
             "quant_method": "compressed-tensors",

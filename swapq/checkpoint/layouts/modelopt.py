@@ -111,9 +111,9 @@ def _formats(plan: Plan) -> list[str]:
     return sorted(set(plan.quantized.values()))
 
 
-def _algorithm(plan: Plan) -> str | None:
+def _algorithm(plan: Plan) -> str:
     found = _formats(plan)
-    return "MIXED_PRECISION" if len(found) > 1 else _ALGORITHMS[found[0]] if found else None
+    return "MIXED_PRECISION" if len(found) > 1 else _ALGORITHMS[found[0]]
 
 
 def _group_size(plan: Plan) -> dict[str, int]:

@@ -20,6 +20,7 @@ class SwapqLayout(Layout):
 
     name = "swapq"
     formats: ClassVar[frozenset[str]] = frozenset(formats.names())
+    holds_none = True
 
     def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
         form, shapes = formats.get(fmt), part_shapes(fmt, matrix)
