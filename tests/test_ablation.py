@@ -130,6 +130,10 @@ def test_the_page_holds_its_figures_and_every_configuration(tmp_path: Path) -> N
     assert len(tables["Learning"]["rows"]) == len(labels)
 
 
+def test_a_run_of_two_steps_has_a_page_too(tmp_path: Path) -> None:
+    assert page.write_page([_run("int4-qat", 0, [0.1, 0.2])], tmp_path).is_file()
+
+
 def test_a_finished_run_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, int]] = []
 

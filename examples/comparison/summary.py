@@ -69,8 +69,10 @@ class Group:
         return [statistics.fmean(values[part]) for values in self.series(name)]
 
     def seconds(self, part: str) -> float:
-        """The median seconds of one part of a step, without those that compile."""
-        return statistics.median(row["seconds"][part] for run in self.runs for row in run["rows"][SETTLING:])
+        """The median seconds of one part of a step, without those that compile where there are others."""
+        return statistics.median(
+            row["seconds"][part] for run in self.runs for row in run["rows"][SETTLING:] or run["rows"]
+        )
 
     def norms(self) -> dict[str, float]:
         """Gradient norms of all seeds: median, 95th percentile, largest, deviation over mean, and the number of spikes."""
