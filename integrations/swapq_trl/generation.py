@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import tempfile
 import time
 from collections import deque
@@ -113,7 +114,7 @@ class VLLMGeneration(_VLLMGeneration):
         os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
         if self.accelerator.num_processes == 1 and not torch.distributed.is_initialized():
             # Accelerate leaves 29500 on a CPU, where two jobs on one machine would meet; nobody joins a world of one
-            os.environ["MASTER_PORT"] = "0"
+            os.environ["MASTER_PORT"] = _free_port()
         ensure_master_addr_port()
         with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
             self.llm = self._build_engine(self._engine_source(Path(folder)))
@@ -299,6 +300,13 @@ class VLLMGeneration(_VLLMGeneration):
             None if logprobs is None else [[_number(token[0]) for token in sequence] for sequence in logprobs]
         )
         return result
+
+
+def _free_port() -> str:
+    """A port of the system's choice. TRL's own looks at 29500 first, where two jobs that start together both find it free."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
 
 
 def _require_same_formats(model: Any, engine: Mapping[str, tuple[str, str]]) -> None:
