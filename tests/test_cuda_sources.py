@@ -1,5 +1,7 @@
 """The CUDA and Triton kernels without a GPU: they compile for Hopper and for Blackwell, and their arithmetic tricks are exact."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from swapq.errors import SwapqError
 from swapq.formats.bits import e2m1_encode
 from swapq.kernels.cuda import program
+from swapq.kernels.word_sums import LANE
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ARCHITECTURES = ("sm_90", "sm_100")
@@ -48,6 +51,7 @@ KERNELS = [
     ),
     ("routing", {"EXPERTS": 128, "TOKENS": 8, "THREADS": 1024}),
     ("combine", {"H": 768, "THREADS": 256}),
+    ("word_sums", {"THREADS": 256, "LANE": LANE, "CHUNKS": 8}),
     ("combine_backward", {"H": 768, "THREADS": 256}),
     *(("swiglu", {"I": 768, "BACKWARD": b, "THREADS": 256}) for b in (0, 1)),
 ]
@@ -67,6 +71,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 def test_every_kernel_compiles(file: str, architecture: str) -> None:
     for constants in [c for f, c in KERNELS if f == file]:
         assert program.compile_source(f"{file}.cu", architecture, tuple(sorted(constants.items())))[:4] == b"\x7fELF"
+
+
+def test_no_source_is_left_out() -> None:
+    assert {file for file, _ in KERNELS} == {path.stem for path in Path(program.__file__).parent.glob("*.cu")}
 
 
 def test_a_compiled_kernel_is_kept_and_found_again(cache: object, monkeypatch: pytest.MonkeyPatch) -> None:
