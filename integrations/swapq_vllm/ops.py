@@ -121,9 +121,7 @@ def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored:
     if stored and dispatch.fast(x.device, stored, activations, _logical(weight, stored)):
         from swapq.kernels import fast
 
-        parts = Parts(weight[0][None], weight[1][None], weight[2].reshape(1) if len(weight) > 2 else None)
-        rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-        return fast.dense_rows(rows, parts, stored, None if bias is None else bias[None]).unflatten(0, x.shape[:-1])
+        return fast.dense_linear(x, Parts(*weight), stored, bias)
     values, scale = _operand(weight, stored)
     linear = FrozenExpertLinear(
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]

@@ -114,18 +114,20 @@ def _columns(x: Tensor) -> Parts:
 def choices() -> list[Choice]:
     """The table for this machine."""
     exact = "float64 sums in tiles of fixed height: exact, batch-invariant"
-    cpu = [
-        Choice("quantize rows and weights", "cpu", "torch reference", "contract order"),
+    here = [
+        Choice(
+            "quantize rows and weights", "cpu", "torch reference; compiled loops for large weights", "the same bytes"
+        ),
         Choice("grouped GEMM, forward and backward", "cpu", "torch reference", exact),
         Choice("linear", "cpu", "torch reference", exact),
     ]
     if not torch.cuda.is_available():
-        return cpu
+        return here
     if not kernels(torch.device("cuda")):
-        return cpu + [Choice(c.work, "cuda", c.implementation, c.note) for c in cpu]
+        return here + [Choice(c.work, "cuda", c.implementation, c.note) for c in here]
     same = "one order of float32 sums, whatever the batch: trainer and engine have the same bits"
     return [
-        *cpu,
+        *here,
         Choice("quantize nvfp4, mxfp8", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
         Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
         Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),

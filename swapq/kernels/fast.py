@@ -14,7 +14,7 @@ from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, row_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_table, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
-__all__ = ["dense_rows", "fits", "routed_rows", "stored_block"]
+__all__ = ["dense_linear", "fits", "routed_rows", "stored_block"]
 
 #: mean rows of an expert up to which codes are expanded in registers
 _FEW = 64
@@ -41,8 +41,14 @@ def routed_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, routing: Rou
     )
 
 
-def dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
-    """BF16 ``[M, N]`` of BF16 rows ``x [M, K]`` through one stored matrix: ``w`` has codes ``[1, N, ...]``."""
+def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
+    """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    one = Parts(w.codes[None], w.scales[None], None if w.global_scale is None else w.global_scale.reshape(1))
+    return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).unflatten(0, x.shape[:-1])
+
+
+def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
     few = x.shape[0] <= 4 * _FEW
     tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0])) if few else dense_table(x.shape[0], 128, x.device)
     return _product(row_operand(x.contiguous(), fmt), w, fmt, tiles, few=few, spread=False, bias=_float(bias))

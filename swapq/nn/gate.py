@@ -22,20 +22,23 @@ __all__ = ["Gate", "activation", "activation_table"]
 Act = Callable[[Tensor], Tensor]
 
 
+def _every_bf16() -> Tensor:
+    """float32 value of every BF16 number, at its bits (as a signed number) plus 32768."""
+    return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+
+
 @lru_cache(maxsize=64)
 def _table(act: "_Act", device: torch.device) -> Tensor:
     """``bf16(act(f32(v)))`` for every BF16 ``v``, indexed by its bits plus 32768."""
-    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return act.function(every.float()).to(torch.bfloat16).to(device)
+        return act.function(_every_bf16()).to(torch.bfloat16).to(device)
 
 
 @lru_cache(maxsize=64)
 def _slopes(act: "_Act", device: torch.device) -> Tensor:
     """float32 derivative of the activation at every BF16 number, indexed as :func:`_table`."""
-    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        x = every.float().requires_grad_()
+        x = _every_bf16().requires_grad_()
         (slopes,) = torch.autograd.grad(act.function(x).sum(), x)
     return slopes.to(device)
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from swapq.formats import Parts
 from swapq.kernels import dispatch
 from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear
@@ -25,11 +24,7 @@ def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: 
     if dispatch.fast(x.device, weight.format, activations, weight.shape):
         from swapq.kernels import fast
 
-        parts = Parts(weight.codes[None], weight.scales[None], _stacked(weight))
-        rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-        return fast.dense_rows(rows, parts, weight.format, None if bias is None else bias[None]).unflatten(
-            0, x.shape[:-1]
-        )
+        return fast.dense_linear(x, weight.parts, weight.format, bias)
     values, scale = weight.operand()
     stack = FrozenExpertLinear(
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]

@@ -121,4 +121,3 @@ DEVICE u32 e8m0_code(float amax) {
 }
 DEVICE float e8m0_inverse(u32 e) { return as_float(e == 254u ? 0x00400000u : e == 255u ? 0x7FC00000u : (254u - e) << 23); }
 DEVICE float e8m0_value(u32 e) { return as_float(e == 0u ? 0x00400000u : e == 255u ? 0x7FC00000u : e << 23); }
-DEVICE float e4m3_bound(float y) { return at_most(fmaxf(y, -448.0f), 448.0f); }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -55,8 +56,12 @@ def tiles_of(routing: Routing, tokens: int) -> Tiles:
     for expert, count in enumerate(routing.counts):
         rows += [(expert, start + i, min(tokens, count - i)) for i in range(0, count, tokens)]
         start += count
-    table = torch.tensor([len(rows), *(n for row in rows for n in row)], dtype=torch.int32).to(routing.slots.device)
+    table = _table(rows, routing.slots.device)
     return Tiles(routing.slots.to(torch.int32), table, len(rows), tokens, routing.top_k, start)
+
+
+def _table(pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    return torch.tensor([len(pieces), *chain.from_iterable(pieces)], dtype=torch.int32).to(device)
 
 
 def dense_tiles(rows: int, tokens: int) -> Tiles:
@@ -68,5 +73,4 @@ def dense_tiles(rows: int, tokens: int) -> Tiles:
 def dense_table(rows: int, tokens: int, device: torch.device) -> Tiles:
     """The same with a table."""
     pieces = [(0, i, min(tokens, rows - i)) for i in range(0, rows, tokens)]
-    table = torch.tensor([len(pieces), *(n for p in pieces for n in p)], dtype=torch.int32).to(device)
-    return Tiles(None, table, len(pieces), tokens, 1, rows)
+    return Tiles(None, _table(pieces, device), len(pieces), tokens, 1, rows)
