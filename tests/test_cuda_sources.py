@@ -24,7 +24,7 @@ KERNELS = [
         for g in (0, 1)
         if not (f == 1 and (o or g))
     ),
-    ("quantize_stack", {"K": 768, "N": 100, "PIECES": 4, "LAG": 2, **_ROWS}),
+    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "THREADS": 512}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
     *(

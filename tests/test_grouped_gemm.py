@@ -55,6 +55,11 @@ near(grouped_gemm(routed, w, w_scale, tiles, spread=False, in_order=True, **opti
 one = (x.values.double() @ w[1].double().t()).float()
 dense = dense_table(T, 32, torch.device("cpu"))
 near(grouped_gemm(RowOperand(x.values, None), w[1:2], None, dense, spread=False, **options), one.bfloat16())
+
+wide = torch.zeros(T, 2 * N, dtype=torch.bfloat16)
+grouped_gemm(RowOperand(x.values, None), w[1:2], None, dense, spread=False, out=wide[:, N:], **options)
+near(wide[:, N:], one.bfloat16())
+assert not wide[:, :N].any()
 print("fine")
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from swapq.formats import Parts
 from swapq.kernels.cuda import grouped_decode as decode
 from swapq.kernels.cuda.elementwise import combine
-from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, row_operand
+from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, length, padded, row_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_table, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
@@ -18,6 +18,8 @@ __all__ = ["dense_linear", "fits", "routed_rows", "stored_block"]
 
 #: mean rows of an expert up to which codes are expanded in registers
 _FEW = 64
+#: of a single matrix expanded at a time
+_PIECE_BYTES = 8 << 20
 
 
 def fits(fmt: str, n: int, k: int) -> bool:
@@ -27,18 +29,10 @@ def fits(fmt: str, n: int, k: int) -> bool:
 
 def routed_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, routing: Routing, *, gather: bool) -> Tensor:
     """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
-    from swapq.kernels.grouped_gemm import TILE_ROWS, grouped_gemm
+    from swapq.kernels.grouped_gemm import TILE_ROWS
 
     tiles = tiles_of(routing, TILE_ROWS)
-    return grouped_gemm(
-        row_operand(x.contiguous(), fmt),
-        expand(w, fmt),
-        w.global_scale,
-        tiles,
-        spread=gather,
-        in_order=True,
-        bias=_float(bias),
-    )
+    return _expanded(row_operand(x.contiguous(), fmt), w, fmt, tiles, spread=gather, in_order=True, bias=_float(bias))
 
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
@@ -98,9 +92,37 @@ def _product(
 ) -> Tensor:
     if few:
         return decode.grouped_decode(x, w, fmt, tiles, spread=spread, table=table, bias=bias)
+    return _expanded(x, w, fmt, tiles, spread=spread, table=table, bias=bias)
+
+
+def _expanded(
+    x: RowOperand,
+    w: Parts,
+    fmt: str,
+    tiles: Tiles,
+    *,
+    spread: bool,
+    in_order: bool = False,
+    table: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Weights expanded, then the GEMM. One matrix alone is expanded piece by piece: its copy could outweigh the rest of a linear."""
     from swapq.kernels.grouped_gemm import grouped_gemm
 
-    return grouped_gemm(x, expand(w, fmt), w.global_scale, tiles, spread=spread, table=table, bias=bias)
+    experts, n, _ = w.codes.shape
+    piece = max(256, _PIECE_BYTES // (2 * padded(length(w, fmt), fmt)) // 256 * 256)
+    if experts > 1 or table is not None or n <= piece:
+        return grouped_gemm(
+            x, expand(w, fmt), w.global_scale, tiles, spread=spread, in_order=in_order, table=table, bias=bias
+        )
+    out = torch.empty(tiles.rows, n, dtype=torch.bfloat16, device=x.values.device)
+    for start in range(0, n, piece):
+        at = slice(start, start + piece)
+        grouped_gemm(
+            x, expand(Parts(w.codes[:, at], w.scales[:, at], None), fmt), w.global_scale, tiles,
+            spread=spread, in_order=in_order, bias=None if bias is None else bias[:, at], out=out[:, at],
+        )  # fmt: skip
+    return out
 
 
 def _float(bias: Tensor | None) -> Tensor | None:

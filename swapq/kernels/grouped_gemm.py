@@ -19,7 +19,7 @@ TILE_ROWS = 128
 
 @triton.jit
 def _kernel(
-    x, x_scale, w, w_scale, w_scale_stride, bias, table, slots, tiles, y, top_k,
+    x, x_scale, w, w_scale, w_scale_stride, bias, table, slots, tiles, y, y_stride, top_k,
     N, K,
     SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, GATED: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -71,7 +71,7 @@ def _kernel(
         index = out.to(tl.int16, bitcast=True).to(tl.int32) + 32768
         act = tl.load(table + index).to(tl.float32)
         out = (act * acc2.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
-    tl.store(y + out_row[:, None] * out_width + n[None, :], out, mask=inside[:, None] & (n < out_width)[None, :])
+    tl.store(y + out_row[:, None] * y_stride + n[None, :], out, mask=inside[:, None] & (n < out_width)[None, :])
 
 
 def grouped_gemm(
@@ -84,6 +84,7 @@ def grouped_gemm(
     in_order: bool = False,
     table: Tensor | None = None,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
     config: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """BF16 rows of every slot, ``[R, N]`` or, with ``table``, the gated ``[R, N / 2]``.
@@ -94,17 +95,19 @@ def grouped_gemm(
         w: BF16 operand ``[E, N, padded K]``; ``w_scale`` its float32 scale ``[E]`` or ``[E, ...]``, None where it is 1.
         tiles: of ``TILE_ROWS`` slots.
         table, bias: as in :func:`swapq.kernels.cuda.grouped_decode.grouped_decode`.
+        out: where to write, rows of any stride; made if it is not given.
         config: columns and K of a tile, warps, stages; for measurements.
     """
     _, n, k = w.shape
     gated = table is not None
     width = n // 2 if gated else n
-    out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
+    if out is None:
+        out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     bn, bk, warps, stages = config or ((128, 32, 8, 4) if gated else (256, 64, 8, 3))
     grid = (tiles.most * triton.cdiv(width, bn),)
     _kernel[grid](
-        x.values, x.scale, w, w_scale, 0 if w_scale is None else w_scale.stride(0), bias, table, tiles.slots, tiles.table, out,
-        tiles.top_k, n, k,
+        x.values, x.scale, w, w_scale, 0 if w_scale is None else w_scale.stride(0), bias, table, tiles.slots, tiles.table,
+        out, out.stride(0), tiles.top_k, n, k,
         SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, GATED=gated,
         HAS_ROW_SCALE=x.scale is not None, HAS_SCALE=w_scale is not None, HAS_BIAS=bias is not None,
         BM=tiles.tokens, BN=bn, BK=bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,

@@ -2,10 +2,13 @@
 // -D H (even), THREADS
 // A slot's row is rows[slot], or rows[position[slot]]; a slot that is not here (id outside 0 .. experts - 1, position -1) adds zero.
 #include "contract.cuh"
+#include "dependent.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine(
     const u32* __restrict__ rows, const float* __restrict__ weights, const int* __restrict__ position, const void* __restrict__ ids,
     int wide, const int* __restrict__ local_of, int experts, int top_k, u32* __restrict__ out) {
+    wait_for_previous();
+    let_next_start();
     const size_t token = blockIdx.x;
     for (int at = threadIdx.x; at < H / 2; at += THREADS) {
         float even = 0.0f, odd = 0.0f;

@@ -16,6 +16,7 @@
 //    SPREAD       1: the activation row of a slot is slot / top_k (tokens); 0: the slot itself
 #include "contract.cuh"
 #include "order.cuh"
+#include "dependent.cuh"
 #include "tensor_core.cuh"
 #include "bulk_copy.cuh"
 #include "weights.cuh"
@@ -93,10 +94,6 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
         const int chunk_byte = chunk * (int)STEP_SCALES, scale_bytes = min(SCALE_CHUNK, (int)SCALE_BYTES - chunk_byte);
         if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2 + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
         __syncthreads();
-        if (threadIdx.x < present) {
-            const int slot = a.slot(threadIdx.x);
-            bulk_copy(tokens + threadIdx.x * STRIDE, a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + chunk * GROUP, width * 2, arrival);
-        }
         for (int local = threadIdx.x; local < HELD_ROWS; local += 32 * WARPS) {
             // GATED: half of the rows are gate rows, half the up rows beside them. Past the end any row will do.
             const int out = min(block_row + (GATED ? local % (HELD_ROWS / 2) : local), OUT - 1);
@@ -106,6 +103,14 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
             else for (int i = 0; i < scale_bytes; i++) to[i] = from[i];
         }
         if (!BULK_SCALES) __syncthreads();
+        if (chunk == 0) {  // weights, scales and tiles are older than the kernel before this one; the tokens are its work
+            wait_for_previous();
+            let_next_start();
+        }
+        if (threadIdx.x < present) {
+            const int slot = a.slot(threadIdx.x);
+            bulk_copy(tokens + threadIdx.x * STRIDE, a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + chunk * GROUP, width * 2, arrival);
+        }
         arrival_wait(arrival, phase);
         phase ^= 1u;
         const int steps = min(CHUNK_STEPS, STEPS - chunk);
@@ -189,7 +194,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
     const float* __restrict__ w_scale, int w_scale_stride, const float* __restrict__ bias, const u16* __restrict__ table,
     const int* __restrict__ slots, const int* __restrict__ tiles, int every_row, int top_k, u16* __restrict__ y) {
     extern __shared__ __align__(16) u16 tokens[];  // [TOKENS][STRIDE], then scales [HELD_ROWS][SCALE_STRIDE]
-    if (tiles && blockIdx.y >= tiles[0]) return;
+    if (tiles && blockIdx.y >= tiles[0]) {
+        wait_for_previous();  // a kernel that ends has waited: the next one relies on it
+        return;
+    }
     __shared__ Arrival arrival;
     if (threadIdx.x == 0) arrival_init(&arrival);  // the barrier before the first copy makes it known
     // A tile: expert, first position in slots, slots. Without a table there is one expert, and it takes every row in its place.

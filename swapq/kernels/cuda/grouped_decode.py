@@ -97,6 +97,6 @@ def grouped_decode(
     grid = (-(-width // ((8 if gated else 16) * m_tiles * warps)), tiles.most)
     kernel.launch(
         grid, 32 * warps, x.values, x.scale, w.codes, w.scales, scale, 0 if scale is None else scale.stride(0), bias, table,
-        tiles.slots, tiles.table, tiles.rows, tiles.top_k, out, shared=shared,
+        tiles.slots, tiles.table, tiles.rows, tiles.top_k, out, shared=shared, overlap=True,
     )  # fmt: skip
     return out

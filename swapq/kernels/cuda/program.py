@@ -17,7 +17,15 @@ from swapq.errors import SwapqError, UnsupportedError
 
 __all__ = ["Program", "cache_folder", "compile_source", "program"]
 
-_HEADERS = ("blocks.cuh", "bulk_copy.cuh", "contract.cuh", "order.cuh", "tensor_core.cuh", "weights.cuh")
+_HEADERS = (
+    "blocks.cuh",
+    "bulk_copy.cuh",
+    "contract.cuh",
+    "dependent.cuh",
+    "order.cuh",
+    "tensor_core.cuh",
+    "weights.cuh",
+)
 
 
 def cache_folder() -> Path:
@@ -126,19 +134,57 @@ class Program:
         _require(self._driver.cuFuncSetAttribute(self._function, attribute, nbytes)[0], self.file)
 
     def launch(
-        self, grid: tuple[int, ...], threads: int, *args: "Tensor | int | float | None", shared: int = 0
+        self,
+        grid: tuple[int, ...],
+        threads: int,
+        *args: "Tensor | int | float | None",
+        shared: int = 0,
+        overlap: bool = False,
+        together: bool = False,
     ) -> None:
-        """Launch on torch's current stream. Tensors go as pointers, None as a null pointer, int and float as 32 bits."""
-        held = [_argument(a) for a in args]
-        addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
+        """Launch on torch's current stream. Tensors go as pointers, None as a null pointer, int and float as 32 bits.
+
+        Args:
+            grid: blocks in x, y, z; nothing is launched where one is 0.
+            threads: of a block.
+            shared: bytes of dynamic shared memory of a block.
+            overlap: may begin while the kernel before it ends; for kernels that wait themselves (dependent.cuh).
+            together: all blocks are on the GPU at once, or the driver refuses.
+        """
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
             return
-        stream = torch.cuda.current_stream().cuda_stream
-        code = self._driver.cuLaunchKernel(
-            self._function, x, y, z, threads, 1, 1, shared, stream, ctypes.addressof(addresses), 0
-        )[0]
+        held = [_argument(a) for a in args]
+        addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
+        driver = self._driver
+        stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        where = (x, y, z, threads, 1, 1, shared, stream)
+        if not overlap and not together:
+            code = driver.cuLaunchKernel(self._function, *where, ctypes.addressof(addresses), 0)[0]
+        else:
+            config = _config(driver, where, overlap, together)
+            code = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(addresses), 0)[0]
         _require(code, self.file)
+
+
+def _config(driver: Any, where: tuple[int, ...], overlap: bool, together: bool) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = where[:6]
+    config.sharedMemBytes, config.hStream = where[6:]
+    attributes = []
+    ids = driver.CUlaunchAttributeID
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if together:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def _argument(value: "Tensor | int | float | None") -> Any:

@@ -29,8 +29,8 @@ GROUPS = {"nvfp4": 128, "mxfp8": 64}
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
-_LAG = 2  # matrices between the amax of one and its codes
-_FEW_BLOCKS = 72 << 10  # shared memory that leaves room for three blocks: what is under way must fit into the cache
+_SLICE_BYTES = 54 << 10  # two slices a block and two blocks a multiprocessor fill the shared memory of a Hopper GPU
+_STACK_THREADS = 512
 
 
 class RowOperand(NamedTuple):
@@ -78,7 +78,7 @@ def _launch(
     encode, decode = scope or (None, None)
     per_scope = 1 if encode is None else rows // max(encode.numel(), 1)
     grid = (-(-rows // (_THREADS // lanes)),)
-    kernel.launch(grid, _THREADS, x, table, encode, decode, per_scope, rows, codes, scales, global_scale)
+    kernel.launch(grid, _THREADS, x, table, encode, decode, per_scope, rows, codes, scales, global_scale, overlap=True)
 
 
 def quantize_rows(x: Tensor, fmt: str, *, table: Tensor | None = None) -> Parts:
@@ -106,23 +106,40 @@ def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
     shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
     parts = {n: torch.empty(s, dtype=form.dtypes[n], device=x.device) for n, s in shapes.items() if n != "global_scale"}
     if kind == _TENSOR and amax is None:
-        return _quantize_stack(x, parts["codes"], parts["scales"])
+        team = _team(x.shape[-2], x.shape[-1], _resident_blocks(x.device))
+        if team:
+            return _quantize_stack(x, parts["codes"], parts["scales"], *team)
+        least, most = torch.aminmax(x.flatten(-2), dim=-1)
+        amax = torch.maximum(most, -least)
     scope = None if amax is None else NVFP4.global_scales(amax.float().contiguous())
     _launch(kind, fmt, x, x.shape[-1], None, scope, parts["codes"], parts["scales"], None, False)
     return Parts(parts["codes"], parts["scales"], None if scope is None else scope[1])
 
 
-def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor) -> Parts:
+def _resident_blocks(device: torch.device) -> int:
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _team(n: int, k: int, resident: int) -> tuple[int, int, int] | None:
+    """Rows of a slice, blocks that share a matrix and matrices at once, or None where a matrix does not fit on the GPU."""
+    most_rows = _SLICE_BYTES // (2 * k)
+    teams = resident // -(-n // most_rows) if most_rows else 0
+    if not teams:
+        return None
+    rows = -(-n // (resident // teams))
+    return rows, -(-n // rows), teams
+
+
+def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, rows: int, members: int, teams: int) -> Parts:
     *lead, n, k = x.shape
-    matrices, lanes = codes.shape[:-2].numel(), _lanes(k)
-    pieces = max(1, min(64, n * k // 65536))
-    periods = matrices + _LAG
-    blocks = pieces + -(-n // (_THREADS // lanes))
+    matrices = codes.shape[:-2].numel()
     decode = torch.empty(lead, dtype=torch.float32, device=x.device)
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
-    kernel = program("quantize_stack", x.device, K=k, N=n, LANES=lanes, PIECES=pieces, LAG=_LAG, THREADS=_THREADS)
-    kernel.allow_shared_memory(_FEW_BLOCKS)
-    kernel.launch((periods * blocks,), _THREADS, x, matrices, scopes, codes, scales, decode, shared=_FEW_BLOCKS)
+    kernel = program("quantize_stack", x.device, K=k, N=n, ROWS=rows, TEAM=members, THREADS=_STACK_THREADS)
+    shared = 2 * rows * k * 2
+    kernel.allow_shared_memory(shared)
+    grid = (members * min(teams, matrices),)
+    kernel.launch(grid, _STACK_THREADS, x, matrices, scopes, codes, scales, decode, shared=shared, together=True)
     return Parts(codes, scales, decode)
 
 

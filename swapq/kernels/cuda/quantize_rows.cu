@@ -9,6 +9,7 @@
 #include "contract.cuh"
 #include "order.cuh"
 #include "blocks.cuh"
+#include "dependent.cuh"
 
 #define NVFP4_ROW 0
 #define NVFP4_TENSOR 1
@@ -53,6 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
     const u16* __restrict__ x, const u16* __restrict__ table, const float* __restrict__ encode, const float* __restrict__ decode,
     int rows_per_scope, int rows,
     void* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ global_scale) {
+    wait_for_previous();
+    let_next_start();
     const int lane = threadIdx.x % LANES;
     const size_t row = (size_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     const bool here = row < rows;

@@ -3,9 +3,12 @@
 // -D EXPERTS, TOKENS, THREADS
 // tiles: [0] their number, then (expert, first position in `slots`, slots) each.
 #include "contract.cuh"
+#include "dependent.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) routing(
     const void* __restrict__ ids, int wide, const int* __restrict__ local_of, int count, int* __restrict__ slots, int* __restrict__ tiles) {
+    wait_for_previous();
+    let_next_start();
     __shared__ int size[EXPERTS], start[EXPERTS + 1], tile[EXPERTS + 1];
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) size[e] = 0;
     __syncthreads();

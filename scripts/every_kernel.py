@@ -1,0 +1,62 @@
+"""Run every CUDA kernel once or more, on small and odd shapes: what compute-sanitizer should watch.
+
+    compute-sanitizer --tool memcheck python scripts/every_kernel.py     # and racecheck, synccheck, initcheck
+"""
+
+import torch
+
+import swapq
+from swapq.digest import tensor_digest
+from swapq.kernels import dispatch, fast
+from swapq.kernels.cuda import columns, elementwise
+from swapq.kernels.cuda.quantize import row_operand
+from swapq.nn.gate import activation_table
+
+CUDA = torch.device("cuda")
+EXPERTS, TOP = 6, 2
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def block(fmt: str, hidden: int, inner: int) -> None:
+    """Quantizers, both grouped products, routing and combine."""
+    up = swapq.quantize(normal(EXPERTS, 2 * inner, hidden) * 0.05, fmt).parts
+    down = swapq.quantize(normal(EXPERTS, hidden, inner) * 0.05, fmt).parts
+    table = activation_table("silu", CUDA)
+    for tokens in (1, 5, 40, 300):
+        weights, ids = torch.topk(torch.rand(tokens, EXPERTS, device=CUDA), TOP)
+        fast.stored_block(normal(tokens, hidden), ids.int(), weights, up, down, fmt, table)
+    local = torch.tensor([0, -1, 1, -1, 2, -1], dtype=torch.int32, device=CUDA)
+    some = [swapq.formats.Parts(*(p if p is None else p[:3].contiguous() for p in w)) for w in (up, down)]
+    fast.stored_block(normal(tokens, hidden), ids.int(), weights, *some, fmt, table, local_of=local)
+    row_operand(normal(9, 2 * inner), fmt, table=table)
+    for rows in (3, 70, 300):
+        fast.dense_linear(normal(rows, hidden), swapq.quantize(normal(2 * inner, hidden), fmt).parts, fmt, normal(2 * inner))
+
+
+def main() -> None:
+    for hidden, inner in ((160, 96), (512, 256)):
+        for fmt in ("nvfp4", "mxfp8"):
+            block(fmt, hidden, inner)
+    for k in (32, 768, 2048):
+        dispatch.quantize(normal(5, 72, k), "nvfp4", "tensor", -1, None)
+        dispatch.quantize(normal(33, k), "nvfp4", "row", -1, None)
+        dispatch.quantize(normal(2, 72, k), "mxfp8", "block", -2, None)
+        for fmt in ("nvfp4", "mxfp8"):
+            swapq.quantize(normal(3, 64, k), fmt).dequantize(torch.bfloat16)
+    columns.quantize_columns(normal(70, 96), (1, 33, 0, 36))
+    table, rows = activation_table("silu", CUDA), normal(11, 96)
+    elementwise.swiglu(rows, table)
+    elementwise.swiglu_backward(rows, table, torch.rand(65536, device=CUDA), normal(11, 48))
+    weights, slots = torch.rand(6, TOP, device=CUDA), torch.randperm(12, device=CUDA)[:11]
+    elementwise.combine_backward(normal(11, 48), weights, slots, TOP, normal(6, 48))
+    for size in (5, 262_148, 2_097_152):
+        tensor_digest(torch.randint(0, 256, (size,), dtype=torch.uint8, device=CUDA))
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
