@@ -1,5 +1,6 @@
 """The CUDA and Triton kernels without a GPU: they compile for Hopper and for Blackwell, and their arithmetic tricks are exact."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from swapq.errors import SwapqError
 from swapq.formats.bits import e2m1_encode
-from swapq.kernels.cuda import program
+from swapq.kernels.cuda import program, quantize
 from swapq.kernels.word_sums import LANE
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -24,7 +25,7 @@ KERNELS = [
         for g in (0, 1)
         if not (f == 1 and (o or g))
     ),
-    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "THREADS": 512}),
+    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "THREADS": 384}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
     *(
@@ -58,7 +59,7 @@ KERNELS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("kernels")
     patch.setenv("SWAPQ_CACHE", str(folder))
@@ -93,14 +94,57 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     assert program.compile_source("combine.cu", "sm_90", (("H", 32), ("THREADS", 128)))
 
 
+def test_a_damaged_kernel_in_the_cache_is_compiled_again(cache: Path) -> None:
+    constants = (("H", 96), ("THREADS", 128))
+    before = set((cache / "kernels").glob("*"))
+    first = program.compile_source("combine.cu", "sm_90", constants)
+    (kept,) = set((cache / "kernels").glob("*")) - before
+    for damaged in (b"", kept.read_bytes()[:-1], b"\0" * 5000):
+        kept.write_bytes(damaged)
+        assert program.compile_source("combine.cu", "sm_90", constants) == first
+        assert kept.read_bytes().endswith(first)
+
+
+def test_a_user_without_a_home_compiles_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SWAPQ_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(program.Path, "home", homeless)
+    assert program.cache_folder() is None
+    assert program.compile_source("combine.cu", "sm_90", (("H", 32), ("THREADS", 128)))
+
+
+@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1])
+def test_an_argument_beyond_32_bits_is_refused_not_wrapped(value: int) -> None:
+    with pytest.raises(SwapqError, match="does not fit 32 bits"):
+        program._argument(value)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(1536, 2048), (2048, 768), (64, 768), (32, 32), (2816, 2048), (4096, 1536), (1, 16)]
+)
+def test_the_slices_of_a_team_cover_a_matrix_and_fit_on_the_gpu(n: int, k: int) -> None:
+    team = quantize._team(n, k, 264)
+    assert team is not None
+    assert (team.members - 1) * team.rows < n <= team.members * team.rows
+    assert team.members * team.teams <= 264
+    assert team.slots * team.rows * k * 2 <= 112 << 10
+
+
+def test_a_matrix_that_does_not_fit_on_the_gpu_has_no_team() -> None:
+    assert quantize._team(4096, 7168, 264) is None
+
+
 def test_a_source_that_does_not_compile_says_where() -> None:
     with pytest.raises(SwapqError, match=r"combine\.cu: NVRTC"):
         program.compile_source("combine.cu", "sm_90", (("H", 64),))
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_triton_kernel_compiles(capability: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gated", "dense"), [(False, False), (True, False), (False, True)])
+def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,10 +153,10 @@ def test_the_triton_kernel_compiles(capability: int, gated: bool, monkeypatch: p
 
     signature = {
         "x": "*fp16", "x_scale": "*fp32", "w": "*fp16", "w_scale": "*fp32", "w_scale_stride": "i32", "bias": "*fp32", "table": "*bf16",
-        "slots": "*i32", "tiles": "*i32", "y": "*bf16", "top_k": "i32", "N": "i32", "K": "i32",
+        "slots": "*i32", "tiles": "*i32", "y": "*bf16", "y_stride": "i32", "rows": "i32", "top_k": "i32", "N": "i32", "K": "i32",
     }  # fmt: skip
     constants = {
-        "SPREAD": True, "SORTED": False, "DENSE": False, "GATED": gated, "HAS_ROW_SCALE": True, "HAS_SCALE": True, "HAS_BIAS": True,
+        "SPREAD": not dense, "SORTED": False, "DENSE": dense, "GATED": gated, "HAS_ROW_SCALE": True, "HAS_SCALE": True, "HAS_BIAS": True,
         "BM": 128, "BN": 128, "BK": 32,
     }  # fmt: skip
     source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)

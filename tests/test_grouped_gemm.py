@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import torch
 from swapq.kernels.cuda.quantize import RowOperand
-from swapq.kernels.cuda.tiles import dense_table, tiles_of
+from swapq.kernels.cuda.tiles import dense_tiles, tiles_of
 from swapq.kernels.grouped_gemm import grouped_gemm
 from swapq.kernels.routing import Routing
 from swapq.nn.gate import activation_table
@@ -53,7 +53,7 @@ routed = RowOperand(x.values[routing.tokens], x.scale[routing.tokens])
 near(grouped_gemm(routed, w, w_scale, tiles, spread=False, in_order=True, **options), expected(routing.tokens, False, False))
 
 one = (x.values.double() @ w[1].double().t()).float()
-dense = dense_table(T, 32, torch.device("cpu"))
+dense = dense_tiles(T, 32)
 near(grouped_gemm(RowOperand(x.values, None), w[1:2], None, dense, spread=False, **options), one.bfloat16())
 
 wide = torch.zeros(T, 2 * N, dtype=torch.bfloat16)

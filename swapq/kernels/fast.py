@@ -11,7 +11,7 @@ from swapq.formats import Parts
 from swapq.kernels.cuda import grouped_decode as decode
 from swapq.kernels.cuda.elementwise import combine
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, length, padded, row_operand
-from swapq.kernels.cuda.tiles import Tiles, dense_table, dense_tiles, route, tiles_of
+from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
 __all__ = ["dense_linear", "fits", "routed_rows", "stored_block"]
@@ -39,12 +39,12 @@ def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     one = Parts(w.codes[None], w.scales[None], None if w.global_scale is None else w.global_scale.reshape(1))
-    return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).unflatten(0, x.shape[:-1])
+    return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).view(*x.shape[:-1], -1)
 
 
 def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
     few = x.shape[0] <= 4 * _FEW
-    tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0])) if few else dense_table(x.shape[0], 128, x.device)
+    tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0]) if few else 128)
     return _product(row_operand(x.contiguous(), fmt), w, fmt, tiles, few=few, spread=False, bias=_float(bias))
 
 

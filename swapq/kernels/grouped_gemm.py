@@ -17,9 +17,9 @@ __all__ = ["TILE_ROWS", "grouped_gemm"]
 TILE_ROWS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    x, x_scale, w, w_scale, w_scale_stride, bias, table, slots, tiles, y, y_stride, top_k,
+    x, x_scale, w, w_scale, w_scale_stride, bias, table, slots, tiles, y, y_stride, rows, top_k,
     N, K,
     SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, GATED: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -28,11 +28,16 @@ def _kernel(
     out_width = N // 2 if GATED else N
     blocks = tl.cdiv(out_width, BN)
     tile = tl.program_id(0) // blocks
-    if tile >= tl.load(tiles):
-        return
-    expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
-    first = tl.load(tiles + 2 + 3 * tile)
-    count = tl.load(tiles + 3 + 3 * tile)
+    if DENSE:
+        expert = tl.zeros((), tl.int64)
+        first = tile * BM
+        count = rows - first
+    else:
+        if tile >= tl.load(tiles):
+            return
+        expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
+        first = tl.load(tiles + 2 + 3 * tile)
+        count = tl.load(tiles + 3 + 3 * tile)
     m = tl.arange(0, BM)
     inside = m < count
     place = (first + tl.where(inside, m, 0)).to(tl.int64)
@@ -56,9 +61,9 @@ def _kernel(
     if HAS_SCALE:
         scale = tl.load(w_scale + expert * w_scale_stride)
         if HAS_ROW_SCALE:
-            rows = tl.load(x_scale + row) * scale
-            acc = acc * rows[:, None]
-            acc2 = acc2 * rows[:, None]
+            both = tl.load(x_scale + row) * scale
+            acc = acc * both[:, None]
+            acc2 = acc2 * both[:, None]
         else:
             acc = acc * scale
             acc2 = acc2 * scale
@@ -105,11 +110,12 @@ def grouped_gemm(
         out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     bn, bk, warps, stages = config or ((128, 32, 8, 4) if gated else (256, 64, 8, 3))
     grid = (tiles.most * triton.cdiv(width, bn),)
-    _kernel[grid](
-        x.values, x.scale, w, w_scale, 0 if w_scale is None else w_scale.stride(0), bias, table, tiles.slots, tiles.table,
-        out, out.stride(0), tiles.top_k, n, k,
-        SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, GATED=gated,
-        HAS_ROW_SCALE=x.scale is not None, HAS_SCALE=w_scale is not None, HAS_BIAS=bias is not None,
-        BM=tiles.tokens, BN=bn, BK=bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(x.values):  # Triton launches on the current device
+        _kernel[grid](
+            x.values, x.scale, w, w_scale, 0 if w_scale is None else w_scale.stride(0), bias, table, tiles.slots, tiles.table,
+            out, out.stride(0), tiles.rows, tiles.top_k, n, k,
+            SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, GATED=gated,
+            HAS_ROW_SCALE=x.scale is not None, HAS_SCALE=w_scale is not None, HAS_BIAS=bias is not None,
+            BM=tiles.tokens, BN=bn, BK=bk, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        )  # fmt: skip
     return out

@@ -28,11 +28,16 @@ _HEADERS = (
 )
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``$SWAPQ_CACHE``, else ``swapq/kernels`` in the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: ``$SWAPQ_CACHE``, else ``swapq/kernels`` in the user's cache folder; None for a user without one."""
     chosen = os.environ.get("SWAPQ_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swapq"
-    return (Path(chosen) if chosen else base) / "kernels"
+    if chosen:
+        return Path(chosen) / "kernels"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME and no entry in the password database
+        return None
+    return base / "swapq" / "kernels"
 
 
 @cache
@@ -64,11 +69,10 @@ def compile_source(file: str, architecture: str, constants: tuple[tuple[str, int
     texts = [_text(file), *map(_text, _HEADERS)]
     version = nvrtc.nvrtcVersion()[1:]
     key = hashlib.sha256("\0".join([*texts, *options, str(version)]).encode()).hexdigest()
-    kept = cache_folder() / f"{Path(file).stem}-{key[:32]}.cubin"
-    try:
-        return kept.read_bytes()
-    except OSError:
-        pass  # not compiled before, or a folder that cannot be read: compile
+    folder = cache_folder()
+    kept = None if folder is None else folder / f"{Path(file).stem}-{key[:32]}.cubin"
+    if found := _kept(kept):
+        return found
     names = [name.encode() for name in _HEADERS]
     code, handle = nvrtc.nvrtcCreateProgram(
         texts[0].encode(), file.encode(), len(names), [t.encode() for t in texts[1:]], names
@@ -88,8 +92,21 @@ def compile_source(file: str, architecture: str, constants: tuple[tuple[str, int
     return cubin
 
 
-def _keep(path: Path, content: bytes) -> None:
-    """Store a compiled kernel, whole or not at all. A cache that cannot be written costs time, nothing else."""
+def _kept(path: Path | None) -> bytes | None:
+    """A compiled kernel of an earlier process; None where there is none, it cannot be read, or it is damaged."""
+    try:
+        content = b"" if path is None else path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:32], content[32:]
+    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+
+def _keep(path: Path | None, cubin: bytes) -> None:
+    """Store a compiled kernel behind its digest. A cache that cannot be written costs time, nothing else."""
+    if path is None:
+        return
+    content = hashlib.sha256(cubin).digest() + cubin
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,16 +129,24 @@ class Program:
         file: name in this folder; the kernel inside is called as the file.
         constants: what the source wants defined.
         device: index of the CUDA device.
+
+    Raises:
+        SwapqError: a kernel that is used for the first time while a CUDA graph is captured.
     """
 
     def __init__(self, file: str, constants: tuple[tuple[str, int], ...], device: int) -> None:
         from cuda.bindings import driver
 
-        self._driver = driver
+        if torch.cuda.is_current_stream_capturing():
+            raise SwapqError(
+                f"{file}: a kernel cannot be loaded while a CUDA graph is captured; run the same shapes once before the capture"
+            )
+        self._driver, self._device = driver, device
         major, minor = torch.cuda.get_device_capability(device)
         cubin = compile_source(f"{file}.cu", f"sm_{major}{minor}", constants)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+            self._context = driver.cuCtxGetCurrent()[1]
             code, self._module = driver.cuModuleLoadData(cubin)
             _require(code, file)
             code, self._function = driver.cuModuleGetFunction(self._module, file.encode())
@@ -154,11 +179,27 @@ class Program:
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
             return
+        if x >= 1 << 31 or max(y, z) >= 1 << 16:
+            raise SwapqError(f"{self.file}: a grid of {grid} blocks is larger than CUDA's; split the tensor")
+        with torch.cuda.device(self._device):
+            self._launch((x, y, z), threads, args, shared, overlap, together)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: "tuple[Tensor | int | float | None, ...]",
+        shared: int,
+        overlap: bool,
+        together: bool,
+    ) -> None:
         held = [_argument(a) for a in args]
         addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
         driver = self._driver
+        if not int(driver.cuCtxGetCurrent()[1]):  # a thread of which torch has asked nothing yet
+            _require(driver.cuCtxSetCurrent(self._context)[0], self.file)
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        where = (x, y, z, threads, 1, 1, shared, stream)
+        where = (*grid, threads, 1, 1, shared, stream)
         if not overlap and not together:
             code = driver.cuLaunchKernel(self._function, *where, ctypes.addressof(addresses), 0)[0]
         else:
@@ -192,7 +233,11 @@ def _argument(value: "Tensor | int | float | None") -> Any:
         return ctypes.c_void_p(0)
     if isinstance(value, Tensor):
         return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    if not -(1 << 31) <= value < 1 << 31:
+        raise SwapqError(f"a kernel's argument {value} does not fit 32 bits; split the tensor")
+    return ctypes.c_int(value)
 
 
 @lru_cache(maxsize=512)

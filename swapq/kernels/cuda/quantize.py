@@ -14,6 +14,7 @@ __all__ = [
     "GROUPS",
     "OPERANDS",
     "RowOperand",
+    "aligned",
     "dequantize",
     "expand",
     "length",
@@ -29,8 +30,8 @@ GROUPS = {"nvfp4": 128, "mxfp8": 64}
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
-_SLICE_BYTES = 54 << 10  # two slices a block and two blocks a multiprocessor fill the shared memory of a Hopper GPU
-_STACK_THREADS = 512
+_STACK_BYTES = 112 << 10  # two blocks on a multiprocessor fill the shared memory of a Hopper GPU
+_STACK_THREADS = 384
 
 
 class RowOperand(NamedTuple):
@@ -38,6 +39,11 @@ class RowOperand(NamedTuple):
 
     values: Tensor
     scale: Tensor | None
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy where it does not begin at a whole 16 bytes (a view into somebody's flat buffer)."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def padded(k: int, fmt: str) -> int:
@@ -63,7 +69,7 @@ def _launch(
     global_scale: Tensor | None,
     operand: bool,
 ) -> None:
-    rows, lanes = x.numel() // x.shape[-1], _lanes(k)
+    x, rows, lanes = aligned(x), x.numel() // x.shape[-1], _lanes(k)
     kernel = program(
         "quantize_rows",
         x.device,
@@ -108,7 +114,7 @@ def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
     if kind == _TENSOR and amax is None:
         team = _team(x.shape[-2], x.shape[-1], _resident_blocks(x.device))
         if team:
-            return _quantize_stack(x, parts["codes"], parts["scales"], *team)
+            return _quantize_stack(x, parts["codes"], parts["scales"], team)
         least, most = torch.aminmax(x.flatten(-2), dim=-1)
         amax = torch.maximum(most, -least)
     scope = None if amax is None else NVFP4.global_scales(amax.float().contiguous())
@@ -120,25 +126,38 @@ def _resident_blocks(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _team(n: int, k: int, resident: int) -> tuple[int, int, int] | None:
-    """Rows of a slice, blocks that share a matrix and matrices at once, or None where a matrix does not fit on the GPU."""
-    most_rows = _SLICE_BYTES // (2 * k)
-    teams = resident // -(-n // most_rows) if most_rows else 0
-    if not teams:
-        return None
-    rows = -(-n // (resident // teams))
-    return rows, -(-n // rows), teams
+class _Team(NamedTuple):
+    """How a stack is shared out (quantize_stack.cu): rows of a slice, slices of a block, blocks of a team, teams."""
+
+    rows: int
+    slots: int
+    members: int
+    teams: int
 
 
-def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, rows: int, members: int, teams: int) -> Parts:
-    *lead, n, k = x.shape
+def _team(n: int, k: int, resident: int) -> _Team | None:
+    """As many slices a block as fit, or None where the GPU does not hold two matrices ``[n, k]`` at a time."""
+    for slots in (4, 3, 2):
+        most_rows = _STACK_BYTES // slots // (2 * k)
+        teams = resident // -(-n // most_rows) if most_rows else 0
+        if teams:
+            rows = -(-n // (resident // teams))
+            return _Team(rows, slots, -(-n // rows), teams)
+    return None
+
+
+def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Parts:
+    x, (*lead, n, k) = aligned(x), x.shape
     matrices = codes.shape[:-2].numel()
     decode = torch.empty(lead, dtype=torch.float32, device=x.device)
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
-    kernel = program("quantize_stack", x.device, K=k, N=n, ROWS=rows, TEAM=members, THREADS=_STACK_THREADS)
-    shared = 2 * rows * k * 2
+    kernel = program(
+        "quantize_stack", x.device, K=k, N=n, ROWS=team.rows, TEAM=team.members, SLOTS=team.slots, LEAD=team.slots - 2,
+        THREADS=_STACK_THREADS,
+    )  # fmt: skip
+    shared = team.slots * team.rows * k * 2
     kernel.allow_shared_memory(shared)
-    grid = (members * min(teams, matrices),)
+    grid = (team.members * min(team.teams, matrices),)
     kernel.launch(grid, _STACK_THREADS, x, matrices, scopes, codes, scales, decode, shared=shared, together=True)
     return Parts(codes, scales, decode)
 

@@ -1,7 +1,6 @@
 """Tiles: routed slots sorted by expert and cut into pieces that one block of a grouped kernel takes."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from swapq.kernels.cuda.program import program
 from swapq.kernels.routing import Routing
 
-__all__ = ["Tiles", "dense_table", "dense_tiles", "route", "tiles_of"]
+__all__ = ["Tiles", "dense_tiles", "route", "tiles_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Tiles:
     Attributes:
         slots: int32 ``[R]``, the slot (token * top_k + j) at each position of the sorted order; None where a row's place is its slot.
         table: int32 ``[1 + 3 * most]``: the number of tiles, then (expert, first position, positions) each. None where one matrix takes
-            every row in its place and the kernel needs no table.
+            every row in its place.
         most: tiles that there can be.
         tokens: positions in a tile at most.
         top_k: slots of a token.
@@ -65,12 +64,5 @@ def _table(pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
 
 
 def dense_tiles(rows: int, tokens: int) -> Tiles:
-    """Tiles of one matrix that takes every row in its place, without a table."""
+    """Tiles of one matrix that takes every row in its place."""
     return Tiles(None, None, -(-rows // tokens), tokens, 1, rows)
-
-
-@lru_cache(maxsize=1024)
-def dense_table(rows: int, tokens: int, device: torch.device) -> Tiles:
-    """The same with a table."""
-    pieces = [(0, i, min(tokens, rows - i)) for i in range(0, rows, tokens)]
-    return Tiles(None, _table(pieces, device), len(pieces), tokens, 1, rows)
