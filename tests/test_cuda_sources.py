@@ -18,11 +18,14 @@ _DECODE = {"M_TILES": 2, "WARPS": 8, "BLOCKS": 2, "AHEAD": 2}
 _ROWS = {"LANES": 32, "THREADS": 256}
 KERNELS = [
     *(
-        ("quantize_rows", {"K": k, "FORMAT": f, "OPERAND": o, "GATED": g, "GROUP": 64 if f == 2 else 128, **_ROWS})
+        (
+            "quantize_rows",
+            {"K": k, "FORMAT": f, "OPERAND": o, "GATED": g, "BESIDE": b, "GROUP": 64 if f == 2 else 128, **_ROWS},
+        )
         for k in (160, 768)
         for f in (0, 1, 2)
         for o in (0, 1)
-        for g in (0, 1)
+        for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))
     ),
     ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "THREADS": 384}),

@@ -74,7 +74,7 @@ def stored_block(
     experts = gate_up.codes.shape[0]
     few = ids.numel() <= _FEW * experts
     tiles = route(ids, experts, decode.tile_tokens(ids.numel(), experts) if few else 128, local_of=local_of)
-    h = _product(row_operand(x, fmt), gate_up, fmt, tiles, few=few, spread=True, table=table)
+    h = _product(row_operand(x, fmt, beside=True), gate_up, fmt, tiles, few=few, spread=True, table=table)
     y = _product(row_operand(h, fmt), down, fmt, tiles, few=few, spread=False)
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
 

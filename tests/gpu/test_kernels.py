@@ -1,5 +1,7 @@
 """The CUDA kernels beside their torch definitions: bytes of quantizers, bits of products, values of gradients."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -86,6 +88,42 @@ def test_a_bad_row_stays_visibly_bad_and_touches_no_other(fmt: str, bad: float) 
         )
         == 0
     )
+
+
+@pytest.mark.parametrize(("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block")])
+def test_a_view_that_is_not_aligned_has_the_same_bytes(fmt: str, scope: str) -> None:
+    flat = sample("normal", 1 + 64 * 256)
+    view = flat[1:].view(64, 256) if scope == "row" else flat[1:].view(1, 64, 256)
+    assert view.data_ptr() % 16
+    found, expected = (dispatch.quantize(x, fmt, scope, -1, None) for x in (view, view.clone()))
+    assert found is not None
+    assert expected is not None
+    assert differing(found, expected) == 0
+
+
+def test_a_matrix_too_large_to_be_held_on_the_gpu_has_the_bytes_of_the_reference() -> None:
+    x = sample("heavy tails", 2, 4096, 7168)
+    found = dispatch.quantize(x, "nvfp4", "tensor", -1, None)
+    assert found is not None
+    assert differing(found, formats.get("nvfp4").quantize(x, scope="tensor", axis=-1)) == 0
+
+
+def test_a_new_thread_launches_kernels_too() -> None:
+    x = sample("normal", 64, 256)
+    expected = dispatch.quantize(x, "nvfp4", "row", -1, None)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(dispatch.quantize, x, "nvfp4", "row", -1, None).result()
+    assert found is not None
+    assert expected is not None
+    assert differing(found, expected) == 0
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_a_linear_takes_one_row_without_a_batch_dimension(fmt: str) -> None:
+    from swapq.nn.linear import frozen_linear
+
+    q, x = swapq.quantize(sample("normal", 64, 160), fmt), sample("normal", 3, 160)
+    assert torch.equal(frozen_linear(x[0], q, None, fmt), frozen_linear(x, q, None, fmt)[0])
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])

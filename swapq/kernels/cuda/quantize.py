@@ -68,6 +68,7 @@ def _launch(
     scales: Tensor | None,
     global_scale: Tensor | None,
     operand: bool,
+    beside: bool = False,
 ) -> None:
     x, rows, lanes = aligned(x), x.numel() // x.shape[-1], _lanes(k)
     kernel = program(
@@ -78,6 +79,7 @@ def _launch(
         THREADS=_THREADS,
         FORMAT=kind,
         OPERAND=int(operand),
+        BESIDE=int(beside),
         GATED=int(table is not None),
         GROUP=GROUPS[fmt],
     )
@@ -162,13 +164,18 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     return Parts(codes, scales, decode)
 
 
-def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None) -> RowOperand:
-    """The operand of contiguous BF16 rows: quantized and expanded again without codes in between. ``table`` as in :func:`quantize_rows`."""
+def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None, beside: bool = False) -> RowOperand:
+    """The operand of contiguous BF16 rows: quantized and expanded again without codes in between.
+
+    Args:
+        table: as in :func:`quantize_rows`.
+        beside: at the same time as the kernel launched before, whose results it does not need and whose inputs and results are alive.
+    """
     k = x.shape[-1] // (1 if table is None else 2)
     values = torch.empty(x.shape[0], padded(k, fmt), dtype=OPERANDS[fmt], device=x.device)
     kind = _ROW if fmt == "nvfp4" else _MXFP8
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if kind == _ROW else None
-    _launch(kind, fmt, x, k, table, None, values, None, scale, True)
+    _launch(kind, fmt, x, k, table, None, values, None, scale, True, beside)
     return RowOperand(values, scale)
 
 

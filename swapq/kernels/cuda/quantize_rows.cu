@@ -5,6 +5,7 @@
 //    LANES       lanes that share a row: 8, 16 or 32
 //    FORMAT      NVFP4_ROW: one FP32 scale per row, computed here; NVFP4_TENSOR: the scopes' scales S and G are given; MXFP8
 //    OPERAND     1: write exact values in the order of the tensor core (see order.cuh) instead of codes and scales
+//    BESIDE      1: runs beside the kernel before it, with which it shares nothing, and waits for it at the end (dependent.cuh)
 //    GATED       1: x holds the halves gate and up of SwiGLU, [rows, 2K]; quantize bf16(table[gate]) * up
 #include "contract.cuh"
 #include "order.cuh"
@@ -54,8 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
     const u16* __restrict__ x, const u16* __restrict__ table, const float* __restrict__ encode, const float* __restrict__ decode,
     int rows_per_scope, int rows,
     void* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ global_scale) {
-    wait_for_previous();
-    let_next_start();
+    if (!BESIDE) {
+        wait_for_previous();
+        let_next_start();
+    }
     const int lane = threadIdx.x % LANES;
     const size_t row = (size_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     const bool here = row < rows;
@@ -140,4 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
     if (here)
         for (int k8 = K / 8 + lane; k8 < PADDED_K / 8; k8 += LANES) store_zeros((u16*)codes + row * PADDED_K, k8 * 8);
 #endif
+    if (BESIDE) {
+        wait_for_previous();
+        let_next_start();
+    }
 }
