@@ -13,7 +13,7 @@ from swapq.kernels.cuda.tiles import Tiles
 
 __all__ = ["Shape", "grouped_decode", "tile_tokens"]
 
-_SHARED_BYTES = 220 << 10
+_SHARED_BYTES = 228 << 10  # of a Hopper multiprocessor; a block takes 1 KiB more than it asks for
 
 #: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
 Shape = tuple[int, int, int, int]
@@ -26,12 +26,12 @@ def tile_tokens(slots: int, experts: int) -> int:
 
 
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
-    """What was fastest on an H200 (benchmarks/kernels.py). No result depends on it."""
+    """What was fastest on an H200. No result depends on it."""
     if tokens > 8:
-        return (2, 8, 2, 2)
+        return (1, 16, 2, 1) if gated else (2, 8, 2, 2)
     if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
-        return (1, 8, 2, 4) if gated else (1, 4, 2, 6)
-    return (2, 8, 2, 2) if gated else (1, 8, 2, 4)
+        return (1, 4, 2, 4)
+    return (1, 8, 2, 3) if gated else (1, 8, 2, 4)
 
 
 @lru_cache(maxsize=512)
@@ -43,9 +43,9 @@ def _kernel(
     chunk = padded(k, fmt)
 
     def shared_bytes(chunk: int) -> int:
-        return tokens * (chunk + 16) * 2 + 16 * m_tiles * warps * (chunk // block + 16)
+        return tokens * (chunk + 16) * 2 + 2 * 16 * m_tiles * warps * (chunk // block + 16)
 
-    while shared_bytes(chunk) > _SHARED_BYTES // blocks and chunk > group * ahead:
+    while shared_bytes(chunk) > _SHARED_BYTES // blocks - 2048 and chunk > group * ahead:
         chunk = -(-chunk // (2 * group * ahead)) * group * ahead
     kernel = program(
         "grouped_decode",
@@ -93,10 +93,12 @@ def grouped_decode(
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     scale = w.global_scale
-    m_tiles, warps, *_ = shape
-    grid = (-(-width // ((8 if gated else 16) * m_tiles * warps)), tiles.most)
+    m_tiles, warps, _, blocks = shape
+    items = tiles.most * -(-width // ((8 if gated else 16) * m_tiles * warps))
+    resident = blocks * torch.cuda.get_device_properties(x.values.device).multi_processor_count
     kernel.launch(
-        grid, 32 * warps, x.values, x.scale, w.codes, w.scales, scale, 0 if scale is None else scale.stride(0), bias, table,
-        tiles.slots, tiles.table, tiles.rows, tiles.top_k, out, shared=shared, overlap=True,
+        (min(items, resident),), 32 * warps, x.values, x.scale, w.codes, w.scales, scale,
+        0 if scale is None else scale.stride(0), bias, table, tiles.slots, tiles.table, tiles.rows, tiles.top_k, out,
+        shared=shared, overlap=True,
     )  # fmt: skip
     return out

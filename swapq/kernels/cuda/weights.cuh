@@ -36,12 +36,14 @@ DEVICE float low_value(u32 pair) {
 DEVICE float high_value(u32 pair) { return low_value(pair >> 16); }
 
 // Three magnitude bits of E2M1 at bits 9 to 11 of an FP16 number and the sign at bit 15 are the value times 2^-14, subnormals too.
+// Four codes at a time become the high bytes of such numbers; the low bytes are zero.
 DEVICE void expand_eight(const u32* words, int q, u32 times, u32* pairs) {
-    const u32 w = words[q], sign = 0x80008000u, magnitude = 0x0E000E00u;
-    pairs[0] = multiply_pairs(((w << 12) & sign) | ((w << 9) & magnitude), times);
-    pairs[1] = multiply_pairs(((w << 8) & sign) | ((w << 5) & magnitude), times);
-    pairs[2] = multiply_pairs(((w << 4) & sign) | ((w << 1) & magnitude), times);
-    pairs[3] = multiply_pairs((w & sign) | ((w >> 3) & magnitude), times);
+    const u32 w = words[q], sign = 0x80808080u, magnitude = 0x0E0E0E0Eu;
+    const u32 even = ((w << 4) & sign) | ((w << 1) & magnitude), odd = (w & sign) | ((w >> 3) & magnitude);
+    pairs[0] = multiply_pairs(__byte_perm(even, 0u, 0x2404u), times);
+    pairs[1] = multiply_pairs(__byte_perm(odd, 0u, 0x2404u), times);
+    pairs[2] = multiply_pairs(even & 0xFF00FF00u, times);
+    pairs[3] = multiply_pairs(odd & 0xFF00FF00u, times);
 }
 #else
 // Operands are BF16, whose exponent has the range of E8M0.
