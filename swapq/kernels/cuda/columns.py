@@ -27,7 +27,7 @@ def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
 def _launch(mode: int, k: int, starts: Tensor, *args: Tensor | None) -> None:
     kernel = program("quantize_columns", starts.device, K=k, MODE=mode, THREADS=_THREADS)
     x, codes, scales, values = args
-    kernel.launch((-(-k // 2 // _THREADS), starts.numel() - 1), _THREADS, x, starts, codes, scales, values)
+    kernel.launch((-(-k // 2 // _THREADS) * (starts.numel() - 1),), _THREADS, x, starts, codes, scales, values)
 
 
 def quantize_columns(x: Tensor, counts: Sequence[int]) -> Parts:

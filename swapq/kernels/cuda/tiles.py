@@ -46,7 +46,8 @@ def route(ids: Tensor, experts: int, tokens: int, *, local_of: Tensor | None = N
     slots = torch.empty(count, dtype=torch.int32, device=ids.device)
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=ids.device)
     kernel = program("routing", ids.device, EXPERTS=experts, TOKENS=tokens, THREADS=1024)
-    kernel.launch((1,), 1024, ids, int(ids.dtype == torch.int64), local_of, count, slots, table)
+    known = 0 if local_of is None else local_of.numel()
+    kernel.launch((1,), 1024, ids, int(ids.dtype == torch.int64), local_of, known, count, slots, table)
     return Tiles(slots, table, most, tokens, top_k, count)
 
 
