@@ -1,4 +1,4 @@
-"""What the wrappers ask of a GPU, at sizes of models that nobody has here: launches are noted instead of made, on tensors without memory."""
+"""What the wrappers ask of a GPU at the sizes of large models: launches are noted instead of made, on tensors without memory."""
 
 import re
 from collections.abc import Iterator

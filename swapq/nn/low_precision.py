@@ -152,7 +152,7 @@ class _NVFP4Tile:
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         w = self.form.operand(Parts(*saved[:3]), scope="tile")
-        drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, device=dy.device))
+        drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, dtype=torch.float32, device=dy.device))
         rows, scale = self.form.operand(drawn, scope="tensor").values, _scale(drawn)
         out = torch.empty(dy.shape[0], w.values.shape[-1], dtype=torch.bfloat16, device=dy.device)
         for expert, here in routing.groups():
@@ -170,7 +170,7 @@ class _NVFP4Tile:
             part = Parts(
                 codes[:, start // 2 : end // 2], bits.view(torch.float8_e4m3fn)[:, start // 16 : end // 16], decode[i]
             )
-            drawn = self.form.quantize(t, scope="tensor", draws=torch.rand(t.shape, device=t.device))
+            drawn = self.form.quantize(t, scope="tensor", draws=torch.rand(t.shape, dtype=torch.float32, device=t.device))
             a, b = (self.form.operand(p, scope="tensor").values for p in (drawn, part))
             out[experts[i]] = (reference.product(a, b) * (_scale(drawn) * decode[i])).to(dtype)
             start = end

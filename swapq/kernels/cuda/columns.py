@@ -21,7 +21,7 @@ def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """First row of every block of at most 32 rows, each within one group, and the end: int32 ``[blocks + 1]``."""
     ends = list(accumulate(counts, initial=0))
     starts = [row for a, b in pairwise(ends) for row in range(a, b, _BLOCK)]
-    return torch.tensor([*starts, ends[-1]], dtype=torch.int32).to(device)
+    return torch.tensor([*starts, ends[-1]], dtype=torch.int32, device="cpu").to(device)
 
 
 def _launch(mode: int, k: int, starts: Tensor, *args: Tensor | None) -> None:

@@ -62,7 +62,8 @@ def tiles_of(routing: Routing, tokens: int) -> Tiles:
 
 
 def _table(pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor([len(pieces), *chain.from_iterable(pieces)], dtype=torch.int32).to(device)
+    table = [len(pieces), *chain.from_iterable(pieces)]
+    return torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
 
 
 def dense_tiles(rows: int, tokens: int) -> Tiles:
