@@ -75,13 +75,17 @@ class _MXFP8:
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
         grouped, x = dispatch.grouped(dy.device), Parts(saved[1], saved[2])
-        if _has_kernels(dy):  # groups as they are: a block ends where its group does
+        as_they_are = x.codes.shape[0] == dy.shape[0]  # how forward saved the groups: without padding, or each padded
+        if as_they_are and _has_kernels(dy):  # a block ends where its group does
             dy_columns = _column_kernels().column_values(dy, routing.counts)
             return grouped.grouped_weight_grad(
                 dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype
             )
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
         dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
+        if as_they_are:  # dy has no kernel: an odd length, or the reference was chosen after forward
+            codes = routing.pad_rows(x.codes.view(torch.uint8), self.form.block)[1]
+            x = Parts(codes.view(torch.float8_e4m3fn), x.scales)
         return grouped.grouped_weight_grad(
             dy_columns, self.form.operand(x, scope="block", axis=-2).values, padded, dtype
         )
