@@ -1,6 +1,8 @@
 """What the wrappers ask of a GPU at the sizes of large models: launches are noted instead of made, on tensors without memory."""
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swapq.kernels import dispatch
 from swapq.kernels.cuda import columns, elementwise, grouped_decode, quantize, tiles
 from swapq.kernels.cuda import program as programs
 
@@ -119,3 +122,27 @@ def test_a_block_of_experts_runs_in_launches_that_cuda_takes(
     slots = empty(tokens * top_k, dtype=torch.int64)
     elementwise.combine_backward(y, weights, slots, top_k, out)
     assert {"routing", "combine", "combine_backward", "swiglu"} <= set(noted.launches)
+
+
+def test_a_table_that_a_captured_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alive_after(rows: int) -> bool:
+        table = weakref.ref(tiles.dense_table(rows, 128, torch.device("cpu")).table)
+        for other in range(2000):
+            tiles.dense_table(10_000 + other, 128, torch.device("cpu"))
+        gc.collect()
+        return table() is not None
+
+    assert not alive_after(300)
+    monkeypatch.setattr(tiles, "_capturing", lambda device: True)
+    assert alive_after(512)
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_kernels_get_rows_that_start_at_sixteen_bytes(offset: int) -> None:
+    flat = torch.randn(offset + 4 * 32).bfloat16()
+    view = flat[offset:].view(4, 32)
+    found = dispatch._whole_pieces(view)
+    assert found.data_ptr() % 16 == 0
+    assert torch.equal(found, view)
+    assert torch.equal(dispatch._whole_pieces(view.t()), view.t())
+    assert dispatch._whole_pieces(view.t()).is_contiguous()

@@ -28,7 +28,6 @@ def forget() -> None:
     for cached in (gate._table, gate._slopes, hadamard.matrix, word_sums.lane_keys, word_sums._chunk_table):
         cached.cache_clear()
     word_sums._host_keys.cache_clear()
-    tiles.dense_table.cache_clear()
 
 
 @contextmanager

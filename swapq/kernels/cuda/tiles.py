@@ -71,8 +71,23 @@ def dense_tiles(rows: int, tokens: int) -> Tiles:
     return Tiles(None, None, -(-rows // tokens), tokens, 1, rows)
 
 
-@lru_cache(maxsize=1024)
+#: tables that captured graphs read: the cache below may forget them, the graphs cannot
+_captured: set[Tensor] = set()
+
+
 def dense_table(rows: int, tokens: int, device: torch.device) -> Tiles:
-    """The same with a table."""
+    """The same with a table, which lives as long as any graph that was captured with it."""
+    tiles = _dense_table(rows, tokens, device)
+    if tiles.table is not None and _capturing(device):
+        _captured.add(tiles.table)
+    return tiles
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=1024)
+def _dense_table(rows: int, tokens: int, device: torch.device) -> Tiles:
     pieces = [(0, i, min(tokens, rows - i)) for i in range(0, rows, tokens)]
     return Tiles(None, _table(pieces, device), len(pieces), tokens, 1, rows)
