@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from swapq.kernels.routing import Routing
-from swapq.nn.functional import LinearSpec, TrainableExpertLinear
+from swapq.nn.functional import LinearSpec, TrainableExpertLinear, quantize_weight
+from swapq.nn.low_precision import gradients_of
 from swapq.recipe_rules import FORMATS
 from tests.helpers import oracle
 
@@ -128,3 +129,19 @@ def test_a_bias_is_added_before_the_one_rounding_and_gets_its_gradient(fmt: str)
         assert np.array_equal(y[rows].detach().float().numpy(), oracle.bf16(shifted.astype(np.float32)))
         assert torch.allclose(db[expert], dy[rows].float().sum(0), rtol=1e-5, atol=1e-4)
     assert db[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_mxfp8_columns_saved_without_padding_give_the_same_weight_gradient(split: str) -> None:
+    """A GPU saves groups as they are; what reads them may be the reference all the same (rows of odd length, another choice)."""
+    counts = SPLITS[split]
+    x, w, dy = case(counts)
+    rows, master = x.detach(), w.detach()
+    routing = Routing(torch.arange(sum(counts)), tuple(counts), sum(counts), 1)
+    gradients = gradients_of("mxfp8")
+    saved = gradients.save(rows, master, quantize_weight(master, "mxfp8"), routing)
+    kept = routing.padded(32)[1]
+    as_they_are = (saved[0], saved[1].view(torch.uint8)[kept].view(saved[1].dtype), saved[2])
+    for n in (N, N - 1):
+        expected = gradients.weight_grad(saved, dy[:, :n], routing, torch.float32)
+        assert torch.equal(gradients.weight_grad(as_they_are, dy[:, :n], routing, torch.float32), expected)

@@ -24,7 +24,7 @@ from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.adapters import Merge, check_adapters, merged
 from swapq_trl.report import SyncReport
 from swapq_trl.selftest import Scores, fixed_scores, require_equal
-from swapq_trl.sending import NamedTensors, as_sent, plain_model, sent_tensors, with_digests
+from swapq_trl.sending import NamedTensors, Sending, as_sent, plain_model, sent_tensors, with_digests
 
 __all__ = ["VLLMGeneration", "is_sharded"]
 
@@ -88,6 +88,7 @@ class VLLMGeneration(_VLLMGeneration):
         self._sent: dict[str, str] = {}
         self._start: tuple[Scores, dict[str, str]] | None = None
         self._stacked: frozenset[str] = frozenset()
+        self._open: Sending | None = None
         if is_converted(model):
             recipe_of(model).require_rollout("an engine samples for the trainer")
             check_adapters(model, approximate=approximate_lora, sharded=is_sharded(accelerator))
@@ -187,7 +188,7 @@ class VLLMGeneration(_VLLMGeneration):
     def _iter_named_params(self) -> NamedTensors:
         """Name and tensor of everything the engine must hold. Every process must walk it to its end."""
         self._sent = {}
-        return with_digests(self._tensors(None), self._sent)
+        return self._sending(with_digests(self._tensors(None), self._sent))
 
     def _tensors(self, merge: Merge | None) -> NamedTensors:
         flattened = super()._iter_named_params if self._dist.is_zero3 or self._dist.fsdp_version == 1 else None
@@ -199,6 +200,11 @@ class VLLMGeneration(_VLLMGeneration):
             stacked=self._stacked,
             fresh=self.mode != "colocate",
         )
+
+    def _sending(self, tensors: Sending) -> Sending:
+        """`tensors`, which the end of the sync closes."""
+        self._open = tensors
+        return tensors
 
     def _engine_dtype(self) -> torch.dtype:
         if self.mode == "colocate":
@@ -217,6 +223,9 @@ class VLLMGeneration(_VLLMGeneration):
         except Exception as error:
             self._failed = str(error)
             raise
+        finally:
+            if self._open is not None:
+                self._open.close()  # a walk that stopped half way has adapters merged and their modules out of the model
         self._failed = None
         self.last_report = report
         return report
@@ -238,7 +247,7 @@ class VLLMGeneration(_VLLMGeneration):
 
         start = time.perf_counter()
         merge, digests = Merge(), dict[str, str]()
-        done = apply_update(self.llm, with_digests(self._tensors(merge), digests), digests)
+        done = apply_update(self.llm, self._sending(with_digests(self._tensors(merge), digests)), digests)
         seconds = time.perf_counter() - start
         if merge.changed_fraction is not None:
             logger.warning(

@@ -4,7 +4,7 @@ A server reads tensors after the optimizer has moved on, so what is sent to one 
 this process has taken a tensor over before it asks for the next, and takes quantized experts stacked: one tensor per part and layer.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from swapq.errors import UnsupportedError
 from swapq.formats import is_scale
 from swapq_trl.adapters import Merge, is_adapted, merged
 
-__all__ = ["NamedTensors", "as_sent", "plain_model", "sent_tensors", "with_digests"]
+__all__ = ["NamedTensors", "Sending", "as_sent", "plain_model", "sent_tensors", "with_digests"]
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+#: named tensors that can be closed before their end
+Sending = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def plain_model(model: Any) -> Any:
@@ -70,7 +72,7 @@ def as_sent(plain: nn.Module, tensors: NamedTensors, dtype: torch.dtype, *, fres
         yield name, _fresh(name, tensor, dtype, kept, copy=fresh)
 
 
-def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> NamedTensors:
+def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> Sending:
     """`tensors` unchanged; when the last has passed, `digests` is filled under their names."""
     found = Digests()
     for name, tensor in tensors:

@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
     """What is known of a tensor that arrived.
 
     Attributes:
-        target: where it belongs; None for a copy that the engine does not hold (a tied head).
+        target: where it belongs; of a copy that the engine does not hold (a tied head) where the other one lies, None if that is not known.
         tensors: how many tensors of the checkpoint it is.
         trusted: it was not digested on arrival: what the engine holds of it is compared with the sender's digest instead.
     """
@@ -45,6 +45,7 @@ class Ledger:
         self.arrived: dict[str, Arrival] = {}
         self.covered: set[str] = set()
         self.copied: dict[int, nn.Module] = {}
+        self._ways: dict[int, bool] = {}  # layer of experts -> whether they come stacked
         self.bytes = 0
         self.current = "the first tensor"
         self._digests = Digests()
@@ -60,20 +61,21 @@ class Ledger:
         for name, tensor in tensors:
             self.current = name
             target = self._expected_target(name, tensor)
+            self._require_one_way(name, target)
             tensor = tensor.detach().contiguous()
             self.bytes += tensor.numel() * tensor.element_size()
             covers = target.covers if isinstance(target, Stack) else (name,)
             self.covered.update(covers)
             if target is None or not (isinstance(target, Stack) or self.served.takes_copies):
                 tensor = tensor.clone()
-                self.arrived[name] = Arrival(target, len(covers), False)
-                self._digest_arrival(name, tensor, target)
+                self._note(name, tensor, target, len(covers))
                 yield name, tensor
                 continue
             trusted = self.expected is not None and _held_as_sent(target, tensor)
-            self.arrived[name] = Arrival(target, len(covers), trusted)
-            if not trusted:
-                self._digest_arrival(name, tensor, target)
+            if trusted:
+                self.arrived[name] = Arrival(target, len(covers), True)
+            else:
+                self._note(name, tensor, target, len(covers))
             self._copy(tensor, target)
         self.current = "the end of the update"
         self._require_complete()
@@ -130,6 +132,25 @@ class Ledger:
             raise SyncError(f"{name}: the engine's checkpoint has no tensor of that name{hint}; send checkpoint names")
         _require_like(name, tensor, target.meta, exact=isinstance(target, Stack))
         return target
+
+    def _require_one_way(self, name: str, target: Stack | Placement | None) -> None:
+        """Refuse a layer of experts of which a part is copied and a part goes through vLLM's reload, which would take the layer apart."""
+        if target is None or self.served.takes_copies:
+            return
+        stacked = isinstance(target, Stack)
+        layers = [target.layer] if isinstance(target, Stack) else [piece.layer for piece in target.pieces]
+        if any(self._ways.setdefault(id(layer), stacked) != stacked for layer in layers):
+            raise SyncError(
+                f"{name}: this engine takes a layer's experts as stacks or one by one, not a part of them each way; send all stacks "
+                "of the layer, or none"
+            )
+
+    def _note(self, name: str, tensor: Tensor, target: Stack | Placement | None, tensors: int) -> None:
+        """Remember what arrived by its digest; a copy of a tied tensor must equal what the engine holds of the other."""
+        if name in self.served.tied and not (isinstance(target, Placement) and target.pieces):
+            target = self.served.placements.get(self.served.tied[name])
+        self.arrived[name] = Arrival(target, tensors, False)
+        self._digest_arrival(name, tensor, target)
 
     def _copy(self, tensor: Tensor, target: Stack | Placement) -> None:
         if isinstance(target, Stack):

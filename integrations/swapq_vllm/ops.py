@@ -46,6 +46,12 @@ def _logical(weight: list[Tensor], stored: str) -> tuple[int, ...]:
     return formats.get(stored.partition(":")[0]).logical_shape(weight[0])
 
 
+def _local(ids: Tensor, expert_map: Tensor) -> Tensor:
+    """Local ids, -1 where a global id is not here or none at all: an index of -1 would be the last expert."""
+    known = (ids >= 0) & (ids < expert_map.shape[0])
+    return torch.where(known, expert_map[ids.where(known, 0)], -1)
+
+
 @torch.library.custom_op("swapq::routed_experts", mutates_args=())
 def routed_experts(
     x: Tensor,
@@ -86,7 +92,7 @@ def routed_experts(
             activation_table(act, x.device),
             local_of=None if expert_map is None else expert_map.to(torch.int32),
         )
-    ids = topk_ids if expert_map is None else expert_map[topk_ids.to(torch.int64)]
+    ids = topk_ids if expert_map is None else _local(topk_ids.to(torch.int64), expert_map)
     first, second = _operand(gate_up, stored), _operand(down, stored.partition(":")[0])
     return expert_block(
         x,
@@ -112,7 +118,7 @@ def _(
     act: str,
     gated: bool,
 ) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("swapq::stacked_linear", mutates_args=())
@@ -127,7 +133,8 @@ def stacked_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, stored:
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]
     )
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-    return linear(rows, Routing.single(rows.shape[0], x.device), gather=False).unflatten(0, x.shape[:-1])
+    y = linear(rows, Routing.single(rows.shape[0], x.device), gather=False)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 @stacked_linear.register_fake

@@ -72,11 +72,12 @@ def apply_update(
 
     Raises:
         SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, not equal to what was sent, or
-            holding what no quantizer writes. The engine refuses to serve from then on.
+            holding what no quantizer writes. The engine refuses to serve from then on. While its weights sleep nothing is touched.
         UnsupportedError: the engine is in another process.
     """
     start = time.perf_counter()
     _require_in_process(llm)
+    _require_awake(llm)
     close_front(llm, "its last weight update did not complete")
     try:
         arrived, held, unverified, count = llm.collective_rpc(receive, args=(tensors, expected_digests))[0]
@@ -114,8 +115,10 @@ def receive(
             held, unverified = ledger.compare_held()
             served.settle(ledger.copied)
         served.require_same_addresses()
-    except Exception as error:
-        served.abandon()
+    except BaseException as error:
+        served.abandon()  # after an interrupt too, or no later update could begin
+        if not isinstance(error, Exception):
+            raise
         failure = error if isinstance(error, SyncError) else SyncError(ledger.explain(error))
         close_worker(worker, str(failure))
         if failure is error:
@@ -176,6 +179,11 @@ def running(llm: "LLM") -> dict[str, tuple[str, str]]:
     _require_in_process(llm)
     served: Served = llm.collective_rpc(Served.of)[0]
     return served.running()
+
+
+def _require_awake(llm: "LLM") -> None:
+    if "weights" in llm.llm_engine.model_executor.sleeping_tags:
+        raise SyncError('the engine\'s weights sleep, their memory is not there to be written; call llm.wake_up(tags=["weights"]) first')
 
 
 def _require_in_process(llm: "LLM") -> None:

@@ -46,10 +46,11 @@ class Served:
         return trace(self.model, headers.items())
 
     @cached_property
-    def tied(self) -> set[str]:
-        """Live names that share the parameter of another: a sender may name both."""
-        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
-        return names - {n for n, _ in self.model.named_parameters()}
+    def tied(self) -> dict[str, str]:
+        """Live names that share the parameter of another -> that other: a sender may name both."""
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
@@ -149,9 +150,13 @@ class Served:
                 found["unreadable"].append(name)
             else:
                 digests.add(name, tensor)
-        for name, value in digests.result().items():
+        held = digests.result()
+        for name, value in held.items():
             found["equal" if value == expected[name] else "wrong"].append(name)
-        found["unknown"] = sorted(set(expected) - set(self.placements) - self.tied)
+        for name, other in self.tied.items():  # the sender's copy of what the engine holds once
+            if name in expected and other in held and expected[name] != held[other]:
+                found["wrong"].append(name)
+        found["unknown"] = sorted(set(expected) - set(self.placements) - set(self.tied))
         return found
 
     def require_same_addresses(self) -> None:

@@ -21,7 +21,7 @@ class Arena:
     """One block of memory, handed out piece by piece. It grows to the largest unit that it was begun with, and no further."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._taken = 0
 
     def begin(self, nbytes: int) -> None:
@@ -31,9 +31,11 @@ class Arena:
             CheckpointError: the memory cannot be had.
         """
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let the old block go before the new one comes
+            self._memory = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # let the old block go before the new one comes
             try:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8)
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             except RuntimeError:  # torch's way to say that there is no memory
                 raise CheckpointError(
                     f"{nbytes / 1e6:.0f} MB of memory for one worker cannot be had; use fewer workers or free memory"
@@ -45,5 +47,5 @@ class Arena:
         nbytes = math.prod(shape) * dtype.itemsize
         first, self._taken = self._taken, self._taken + aligned(nbytes)
         if first + nbytes > self._memory.numel():
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory[first : first + nbytes].view(dtype).view(shape)

@@ -116,7 +116,9 @@ def _summary(error: float, signal: float) -> dict[str, float | None]:
     ratio = error / signal if signal else 0.0
     return {
         "rel_error": ratio**0.5,
-        "sqnr_db": None if ratio == 0 else -10 * float(torch.log10(torch.tensor(ratio, dtype=torch.float64))),
+        "sqnr_db": None
+        if ratio == 0
+        else -10 * float(torch.log10(torch.tensor(ratio, dtype=torch.float64, device="cpu"))),
     }
 
 
@@ -142,7 +144,7 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def _same(a: TensorHeader, b: TensorHeader, theirs: SourceFiles, ours: SourceFiles) -> bool:
-    left, right = (torch.empty(min(COPY_BUFFER, a.nbytes), dtype=torch.uint8) for _ in range(2))
+    left, right = (torch.empty(min(COPY_BUFFER, a.nbytes), dtype=torch.uint8, device="cpu") for _ in range(2))
     for start in range(0, a.nbytes, COPY_BUFFER):
         size = min(COPY_BUFFER, a.nbytes - start)
         theirs.read_into(a.file, a.start + start, as_bytes(left[:size]), a.name)

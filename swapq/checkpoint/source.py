@@ -45,7 +45,7 @@ class SourceFiles:
     def tensor(
         self, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], what: str, arena: Arena | None = None
     ) -> Tensor:
-        raw = torch.empty(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
+        raw = torch.empty(shape, dtype=dtype, device="cpu") if arena is None else arena.take(shape, dtype)
         self.read_into(file, start, as_bytes(raw), what)
         return raw
 

@@ -32,9 +32,9 @@ _SUBNORMAL_POWER = 0x00400000  # 2^-127, the one E8M0 value that float32 holds a
 
 
 def _boundaries(device: torch.device) -> Tensor:
-    edges = torch.tensor(_E2M1_BOUNDARIES, dtype=torch.float32)
-    below = torch.nextafter(edges, torch.zeros(()))
-    return torch.where(torch.tensor(_TIES_UP), below, edges).to(device)
+    edges = torch.tensor(_E2M1_BOUNDARIES, dtype=torch.float32, device="cpu")
+    below = torch.nextafter(edges, torch.zeros_like(edges))
+    return torch.where(torch.tensor(_TIES_UP, device="cpu"), below, edges).to(device)
 
 
 def e2m1_encode(y: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 @lru_cache(maxsize=8)
 def matrix(device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008  a constant
     """float64 ``[16, 16]``: ``diag(signs) @ H16 / 4``, H16 in Sylvester order. Its transpose is its inverse."""
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while hadamard.shape[0] < SIZE:
         hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
-    return (torch.tensor(_SIGNS, dtype=torch.float64)[:, None] * hadamard / 4).to(device)
+    return (torch.tensor(_SIGNS, dtype=torch.float64, device="cpu")[:, None] * hadamard / 4).to(device)
 
 
 def transform(x: Tensor) -> Tensor:

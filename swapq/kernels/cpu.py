@@ -57,7 +57,7 @@ def _answer_no_special_names() -> None:
 def prepare() -> None:
     """Load (the first time on a machine: compile) the loops now, in this thread, so that no worker waits for it."""
     for fmt in ("nvfp4", "mxfp8"):
-        quantize_matrix(torch.zeros(1, 32, dtype=torch.bfloat16), fmt)
+        quantize_matrix(torch.zeros(1, 32, dtype=torch.bfloat16, device="cpu"), fmt)
 
 
 def bf16_amax(x: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def bf16_amax(x: Tensor) -> Tensor:
     if loops is None:
         return x.abs().amax().float()
     top = int(loops.amax(_bits(x))) if x.numel() else 0
-    return torch.tensor([top], dtype=torch.int16).view(torch.bfloat16)[0].float()
+    return torch.tensor([top], dtype=torch.int16, device="cpu").view(torch.bfloat16)[0].float()
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def quantize_matrix(

@@ -83,11 +83,11 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
     from swapq.kernels.cuda import quantize as cuda
 
     if fmt == "mxfp8" and axis == -2:
-        return _columns(x) if x.shape[-1] % 2 == 0 else None
+        return _columns(cuda.aligned(x)) if x.shape[-1] % 2 == 0 else None
     if fmt == "mxfp8" or (fmt == "nvfp4" and scope == "tensor"):
-        return cuda.quantize_matrix(x.contiguous(), fmt, amax)
+        return cuda.quantize_matrix(cuda.aligned(x), fmt, amax)
     if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
-        return cuda.quantize_rows(x.contiguous(), fmt)
+        return cuda.quantize_rows(cuda.aligned(x), fmt)
     return None
 
 
@@ -100,14 +100,14 @@ def dequantize(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:
     if parts.codes.dim() < 2 or not parts.codes.numel() or cuda.length(parts, fmt) % 8:
         return None
     scale = None if parts.global_scale is None else parts.global_scale.contiguous()
-    return cuda.dequantize(Parts(parts.codes.contiguous(), parts.scales.contiguous(), scale), fmt)
+    return cuda.dequantize(Parts(cuda.aligned(parts.codes), parts.scales.contiguous(), scale), fmt)
 
 
 def _columns(x: Tensor) -> Parts:
     from swapq.kernels.cuda import columns
 
     lead, rows = x.shape[:-2], x.shape[-2]
-    codes, scales, _ = columns.quantize_columns(x.contiguous().flatten(0, -2), (rows,) * lead.numel())
+    codes, scales, _ = columns.quantize_columns(x.flatten(0, -2), (rows,) * lead.numel())
     return Parts(codes.view(x.shape), scales.view(*lead, -1, x.shape[-1]))
 
 

@@ -22,7 +22,8 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     padded = torch.zeros(tiles * ROW_TILE, x.shape[1], dtype=torch.float64, device=x.device)
     padded[:rows] = x
     wide = w.to(torch.float64).t().expand(tiles, -1, -1)
-    return torch.bmm(padded.view(tiles, ROW_TILE, -1), wide).view(tiles * ROW_TILE, -1)[:rows].to(torch.float32)
+    sums = torch.bmm(padded.view(tiles, ROW_TILE, x.shape[1]), wide)
+    return sums.view(tiles * ROW_TILE, w.shape[0])[:rows].to(torch.float32)
 
 
 def grouped_forward(x: Tensor, w: Tensor, routing: Routing) -> Tensor:

@@ -51,7 +51,8 @@ class Routing:
     @cached_property
     def ends(self) -> Tensor:
         """Row at which each expert's group ends, int32 ``[E]``."""
-        return torch.tensor(self.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.slots.device)
+        counts = torch.tensor(self.counts, dtype=torch.int32, device="cpu")
+        return counts.cumsum(0, dtype=torch.int32).to(self.slots.device)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -75,7 +76,7 @@ class Routing:
         for count, size in zip(self.counts, sizes, strict=True):
             shift += [start] * count
             start += size - count
-        position = torch.arange(len(shift)) + torch.tensor(shift, dtype=torch.int64)
+        position = torch.tensor(shift, dtype=torch.int64, device="cpu") + torch.arange(len(shift), device="cpu")
         padded = Routing(self.slots.new_empty(0), tuple(sizes), self.num_tokens, self.top_k)
         return padded, position.to(self.slots.device)
 

@@ -35,7 +35,7 @@ def _splitmix64(index: Tensor) -> Tensor:
 
 
 def _keys(count: int, seed: int) -> Tensor:
-    index = torch.arange(count, dtype=torch.int64) * 2
+    index = torch.arange(count, dtype=torch.int64, device="cpu") * 2
     return torch.stack((_splitmix64(index + seed), _splitmix64(index + 1 + seed))).bitwise_or_(1)
 
 

@@ -24,7 +24,7 @@ Act = Callable[[Tensor], Tensor]
 
 def _every_bf16() -> Tensor:
     """float32 value of every BF16 number, at its bits (as a signed number) plus 32768."""
-    return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    return torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16).float()
 
 
 @lru_cache(maxsize=64)

@@ -75,13 +75,17 @@ class _MXFP8:
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
         grouped, x = dispatch.grouped(dy.device), Parts(saved[1], saved[2])
-        if _has_kernels(dy):  # groups as they are: a block ends where its group does
+        as_they_are = x.codes.shape[0] == dy.shape[0]  # how forward saved the groups: without padding, or each padded
+        if as_they_are and _has_kernels(dy):  # a block ends where its group does
             dy_columns = _column_kernels().column_values(dy, routing.counts)
             return grouped.grouped_weight_grad(
                 dy_columns, _column_kernels().stored_values(x, routing.counts), routing, dtype
             )
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
         dy_columns = quantize(dy_rows, "mxfp8", axis=-2).operand().values
+        if as_they_are:  # dy has no kernel: an odd length, or the reference was chosen after forward
+            codes = routing.pad_rows(x.codes.view(torch.uint8), self.form.block)[1]
+            x = Parts(codes.view(torch.float8_e4m3fn), x.scales)
         return grouped.grouped_weight_grad(
             dy_columns, self.form.operand(x, scope="block", axis=-2).values, padded, dtype
         )
@@ -152,7 +156,9 @@ class _NVFP4Tile:
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         w = self.form.operand(Parts(*saved[:3]), scope="tile")
-        drawn = self.form.quantize(dy, scope="tensor", draws=torch.rand(dy.shape, device=dy.device))
+        drawn = self.form.quantize(
+            dy, scope="tensor", draws=torch.rand(dy.shape, dtype=torch.float32, device=dy.device)
+        )
         rows, scale = self.form.operand(drawn, scope="tensor").values, _scale(drawn)
         out = torch.empty(dy.shape[0], w.values.shape[-1], dtype=torch.bfloat16, device=dy.device)
         for expert, here in routing.groups():
@@ -170,7 +176,9 @@ class _NVFP4Tile:
             part = Parts(
                 codes[:, start // 2 : end // 2], bits.view(torch.float8_e4m3fn)[:, start // 16 : end // 16], decode[i]
             )
-            drawn = self.form.quantize(t, scope="tensor", draws=torch.rand(t.shape, device=t.device))
+            drawn = self.form.quantize(
+                t, scope="tensor", draws=torch.rand(t.shape, dtype=torch.float32, device=t.device)
+            )
             a, b = (self.form.operand(p, scope="tensor").values for p in (drawn, part))
             out[experts[i]] = (reference.product(a, b) * (_scale(drawn) * decode[i])).to(dtype)
             start = end

@@ -343,9 +343,11 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
     report = built.sync_weights()
     unchanged = all(torch.equal(p, masters[name]) for name, p in base.named_parameters() if name in masters)
     served_now = served(built.vllm_generation.llm)
+    left_alone = interrupted(built, model=built.model)
     merged = built.model.merge_and_unload()
     return {
         "history": logged(built),
+        "left_alone_by_a_failed_sync": left_alone,
         "masters_unchanged": unchanged,
         "served_equals_merged": served_now == own_digests(merged),
         "verified": report.verified,
@@ -353,6 +355,33 @@ def lora(recipe: str, *, targets: list[str], approximate: bool = False) -> dict[
         "codes_changed": report.lora_codes_changed,
         "warnings": warnings,
     }
+
+
+def interrupted(built: Any, model: Any) -> bool:
+    """Whether a sync that fails half way leaves the model's modules and parameters as they were, while its error is still held."""
+    import swapq_vllm.receiver as receiver
+    from swapq.errors import SyncError
+
+    modules = {name: id(module) for name, module in model.named_modules()}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    honest, errors = receiver.apply_update, []
+
+    def failing(llm: Any, tensors: Any, digests: Any) -> Any:
+        next(tensors)
+        raise SyncError("the engine is gone")
+
+    receiver.apply_update = failing
+    try:
+        built.sync_weights()
+    except SyncError as error:
+        errors.append(error)
+    finally:
+        receiver.apply_update = honest
+    return (
+        len(errors) == 1
+        and modules == {name: id(module) for name, module in model.named_modules()}
+        and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    )
 
 
 def warned(logger: str) -> list[str]:

@@ -32,6 +32,7 @@ def test_lora_on_bf16_attention_is_served_merged_and_leaves_the_masters_alone(jo
     result = job("lora", recipe="nvfp4-rl", targets=["q_proj", "v_proj"])
     assert result["served_equals_merged"]
     assert result["masters_unchanged"]
+    assert result["left_alone_by_a_failed_sync"]
     assert result["verified"] == result["tensors"]
     assert result["codes_changed"] is None
     assert all(0 < row["swapq/mismatch_abs_mean"] < 0.15 for row in result["history"])

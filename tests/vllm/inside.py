@@ -162,6 +162,7 @@ def reloads(llm: Any, directory: str, as_stacks: bool) -> int:
 
 def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:
     """An update that names the head of a model whose head is its embedding: the error."""
+    from swapq.digest import tensor_digest
     from swapq.errors import SyncError
     from swapq_vllm.receiver import apply_update
 
@@ -169,9 +170,64 @@ def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:
     head = weights["model.embed_tokens.weight"].clone()
     weights["lm_head.weight"] = head + 1 if differ else head
     try:
-        apply_update(llm, weights.items())
+        apply_update(llm, weights.items(), {n: tensor_digest(t) for n, t in weights.items()})
     except SyncError as error:
         return str(error)
+    return "nothing"
+
+
+def half_stacked_update(llm: Any, directory: str, layer: str, side: str) -> str:
+    """An update in which one linear of a layer's experts comes as stacks and the other one by one: the error."""
+    from swapq.errors import SyncError
+    from swapq_vllm.receiver import apply_update
+
+    weights = _weights(directory)
+    whole = stacked(weights, llm)
+    sent = {n: t for n, t in whole.items() if not n.startswith(layer) or side in n}
+    sent |= {n: t for n, t in weights.items() if n.startswith(layer) and (".down_proj." in n) != (side == "down_proj")}
+    try:
+        apply_update(llm, sent.items())
+    except SyncError as error:
+        return str(error)
+    return "nothing"
+
+
+def interrupted_update(llm: Any, directory: str, name: str, as_stacks: bool) -> str:
+    """An update that the user interrupts before ``name``: whether the engine serves afterwards."""
+    from swapq.errors import SyncError
+    from swapq_vllm.receiver import apply_update
+
+    weights = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
+
+    def send() -> Any:
+        for each, tensor in weights.items():
+            if each == name:
+                raise KeyboardInterrupt
+            yield each, tensor
+
+    try:
+        apply_update(llm, send())
+    except KeyboardInterrupt:
+        try:
+            _logprobs(llm)
+        except SyncError as error:
+            return str(error)
+    return "serves"
+
+
+def update_asleep(llm: Any, directory: str) -> str:
+    """An update of an engine whose weights sleep: the error, and whether the engine was left as it was."""
+    from swapq.errors import SyncError
+
+    tags, before = llm.llm_engine.model_executor.sleeping_tags, served_digests(llm)
+    tags |= {"weights", "kv_cache"}
+    try:
+        update(llm, directory)
+    except SyncError as error:
+        tags.clear()
+        return str(error) if served_digests(llm) == before else "changed"
+    finally:
+        tags.clear()
     return "nothing"
 
 
@@ -367,6 +423,16 @@ def verify_workers(llm: Any, directory: str) -> list[dict[str, list[str]]]:
     from swapq.digest import tensor_digest
 
     return llm.collective_rpc("swapq_verify", args=({n: tensor_digest(t) for n, t in _weights(directory).items()},))
+
+
+def verify_tied_head(llm: Any, directory: str, differ: bool) -> list[str]:
+    """What a worker calls wrong when a sender names the head of a model whose head is its embedding."""
+    from swapq.digest import tensor_digest
+    from swapq_vllm.worker import WorkerExtension
+
+    digests = {n: tensor_digest(t) for n, t in _weights(directory).items()}
+    digests["lm_head.weight"] = "0" * 32 if differ else digests["model.embed_tokens.weight"]
+    return WorkerExtension.swapq_verify(_worker(llm), digests)["wrong"]
 
 
 def verify(llm: Any, directory: str, spoilt: str | None) -> tuple[dict[str, int], str]:

@@ -72,6 +72,20 @@ def test_a_byte_of_a_merged_linear_written_wrong_is_found(engine: Engine, folder
     engine(inside.stacked_update, str(folders[0]))
 
 
+def test_a_tied_head_may_be_sent_but_not_differ(tmp_path: Path) -> None:
+    """Nothing loads the head of such a model, so only a comparison with the embedding can tell."""
+    swapq.export(swapq.convert(tiny(tie_word_embeddings=True), "nvfp4-rl", last_layers_bf16=0), tmp_path / "tied")
+    engine, folder = Engine(tmp_path / "tied", enforce_eager=True), str(tmp_path / "tied")
+    try:
+        assert engine(inside.reloads, folder, False) == 0
+        assert engine(inside.update_with_tied_head, folder, False) == "nothing"
+        assert engine(inside.verify_tied_head, folder, False) == []
+        assert "lm_head.weight" in engine(inside.update_with_tied_head, folder, True)
+        assert engine(inside.verify_tied_head, folder, True) == ["lm_head.weight"]
+    finally:
+        engine.close()
+
+
 def start_after_compiled_loops(llm: Any, directory: str) -> int:
     """An engine that starts in a process that has loaded numba: how many prompts it completes."""
     from vllm import LLM, SamplingParams

@@ -95,3 +95,33 @@ def test_a_byte_written_wrong_by_the_engine_is_found(engine: Engine, exports: Ex
     assert "does not hold what arrived" in raised
     assert CODES in raised
     engine(inside.stacked_update, str(exports(recipe)))
+
+
+@pytest.mark.parametrize("side", ["gate_up_proj", "down_proj"])
+def test_a_layer_that_comes_half_as_stacks_is_refused_by_name(
+    engine: Engine, exports: Exports, recipe: str, side: str
+) -> None:
+    folder = str(exports(recipe))
+    good = engine(inside.stacked_update_and_score, folder)
+    raised = engine(inside.half_stacked_update, str(exports(recipe, 1)), LAYER, side)
+    assert LAYER in raised
+    assert "not a part of them each way" in raised
+    assert torch.equal(engine(inside.stacked_update_and_score, folder), good)
+
+
+@pytest.mark.parametrize("as_stacks", [False, True])
+@pytest.mark.parametrize("name", [NORM, "model.layers.1.mlp.experts.3.up_proj.weight"])
+def test_an_interrupted_update_closes_the_engine_until_a_whole_update(
+    engine: Engine, exports: Exports, recipe: str, name: str, as_stacks: bool
+) -> None:
+    folder = str(exports(recipe))
+    good = engine(inside.update_and_score, folder)
+    assert "does not serve" in engine(inside.interrupted_update, str(exports(recipe, 1)), name, as_stacks)
+    assert torch.equal(engine(inside.update_and_score, folder), good)
+
+
+def test_an_engine_whose_weights_sleep_is_left_alone(engine: Engine, exports: Exports, recipe: str) -> None:
+    folder = str(exports(recipe))
+    good = engine(inside.update_and_score, folder)
+    assert "wake_up" in engine(inside.update_asleep, str(exports(recipe, 1)))
+    assert torch.equal(engine(inside.score), good)

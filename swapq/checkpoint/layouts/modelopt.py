@@ -43,7 +43,9 @@ class ModelOptLayout(Layout):
 
     def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
         same = self._shared.encode(weight, fmt, parts)
-        return same | {_input_scale(weight): torch.ones(())} if fmt == "nvfp4" else same
+        return (
+            same | {_input_scale(weight): torch.ones((), dtype=torch.float32, device="cpu")} if fmt == "nvfp4" else same
+        )
 
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
         return self._shared.decode(weight, fmt, tensors)

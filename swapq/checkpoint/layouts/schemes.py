@@ -108,11 +108,12 @@ class _NVFP4(Scheme):
     def encode(self, parts: Parts) -> dict[str, Tensor]:
         if parts.global_scale is None:
             raise TypeError("nvfp4 parts carry a global scale")
+        scale = parts.global_scale.reshape(1)
         return {
             "weight_packed": parts.codes,
             "weight_scale": parts.scales,
-            "weight_global_scale": torch.div(torch.ones(1), parts.global_scale.reshape(1)),
-            "input_global_scale": torch.ones(1),
+            "weight_global_scale": torch.div(torch.ones_like(scale), scale),
+            "input_global_scale": torch.ones_like(scale),
         }
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Parts:
@@ -179,7 +180,7 @@ class _INT4(Scheme):
     def encode(self, parts: Parts) -> dict[str, Tensor]:
         codes = (parts.codes + 8).view(torch.uint8)
         packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous().view(torch.int32)
-        shape = torch.tensor(parts.codes.shape, dtype=torch.int64)
+        shape = torch.tensor(parts.codes.shape, dtype=torch.int64, device="cpu")
         return {"weight_packed": packed, "weight_scale": parts.scales, "weight_shape": shape}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Parts:

@@ -21,13 +21,13 @@ def _starts(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """First row of every block of at most 32 rows, each within one group, and the end: int32 ``[blocks + 1]``."""
     ends = list(accumulate(counts, initial=0))
     starts = [row for a, b in pairwise(ends) for row in range(a, b, _BLOCK)]
-    return torch.tensor([*starts, ends[-1]], dtype=torch.int32).to(device)
+    return torch.tensor([*starts, ends[-1]], dtype=torch.int32, device="cpu").to(device)
 
 
 def _launch(mode: int, k: int, starts: Tensor, *args: Tensor | None) -> None:
     kernel = program("quantize_columns", starts.device, K=k, MODE=mode, THREADS=_THREADS)
     x, codes, scales, values = args
-    kernel.launch((-(-k // 2 // _THREADS), starts.numel() - 1), _THREADS, x, starts, codes, scales, values)
+    kernel.launch((-(-k // 2 // _THREADS) * (starts.numel() - 1),), _THREADS, x, starts, codes, scales, values)
 
 
 def quantize_columns(x: Tensor, counts: Sequence[int]) -> Parts:

@@ -6,7 +6,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine(
     const u32* __restrict__ rows, const float* __restrict__ weights, const int* __restrict__ position, const void* __restrict__ ids,
-    int wide, const int* __restrict__ local_of, int experts, int top_k, u32* __restrict__ out) {
+    int wide, const int* __restrict__ local_of, int known, int experts, int top_k, u32* __restrict__ out) {
     wait_for_previous();
     let_next_start();
     const size_t token = blockIdx.x;
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(
                 here = row >= 0;
             } else {
                 long long id = wide ? ((const long long*)ids)[slot] : ((const int*)ids)[slot];
-                if (local_of) id = id < 0 ? -1 : local_of[id];
+                if (local_of) id = id < 0 || id >= known ? -1 : local_of[id];
                 here = id >= 0 && id < experts;
             }
             // The row of a slot that is not here was never written, and its weight may be anything.

@@ -51,7 +51,10 @@ def combine(
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=rows.device)
     kernel = program("combine", rows.device, H=hidden, THREADS=_THREADS)
     wide = int(ids is not None and ids.dtype == torch.int64)
-    kernel.launch((tokens,), _THREADS, rows, weights, position, ids, wide, local_of, experts, top_k, out, overlap=True)
+    known = 0 if local_of is None else local_of.numel()
+    kernel.launch(
+        (tokens,), _THREADS, rows, weights, position, ids, wide, local_of, known, experts, top_k, out, overlap=True
+    )
     return out
 
 

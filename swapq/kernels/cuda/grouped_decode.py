@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swapq import formats
 from swapq.formats import Parts
-from swapq.kernels.cuda.program import Program, program
+from swapq.kernels.cuda.program import Program, multiprocessors, program
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, length, padded
 from swapq.kernels.cuda.tiles import Tiles
 
@@ -95,7 +95,7 @@ def grouped_decode(
     scale = w.global_scale
     m_tiles, warps, _, blocks = shape
     items = tiles.most * -(-width // ((8 if gated else 16) * m_tiles * warps))
-    resident = blocks * torch.cuda.get_device_properties(x.values.device).multi_processor_count
+    resident = blocks * multiprocessors(x.values.device)
     kernel.launch(
         (min(items, resident),), 32 * warps, x.values, x.scale, w.codes, w.scales, scale,
         0 if scale is None else scale.stride(0), bias, table, tiles.slots, tiles.table, tiles.rows, tiles.top_k, out,

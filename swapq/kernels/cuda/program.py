@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swapq.errors import SwapqError, UnsupportedError
 
-__all__ = ["Program", "cache_folder", "compile_source", "program"]
+__all__ = ["Program", "cache_folder", "compile_source", "multiprocessors", "program"]
 
 _HEADERS = (
     "blocks.cuh",
@@ -243,6 +243,12 @@ def _argument(value: "Tensor | int | float | None") -> Any:
 @lru_cache(maxsize=512)
 def _program(file: str, device: int, constants: tuple[tuple[str, int], ...]) -> Program:
     return Program(file, constants, device)
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device: a grid that stays on the GPU as a whole is a multiple of them."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def program(file: str, device: torch.device, **constants: int) -> Program:

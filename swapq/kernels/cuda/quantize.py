@@ -8,7 +8,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4
-from swapq.kernels.cuda.program import program
+from swapq.kernels.cuda.program import multiprocessors, program
 
 __all__ = [
     "GROUPS",
@@ -42,8 +42,9 @@ class RowOperand(NamedTuple):
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x``, or a copy where it does not begin at a whole 16 bytes (a view into somebody's flat buffer)."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    """``x`` contiguous and where kernels can read 16 bytes at a time: not every view into a flat buffer of parameters is."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def padded(k: int, fmt: str) -> int:
@@ -114,7 +115,7 @@ def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
     shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
     parts = {n: torch.empty(s, dtype=form.dtypes[n], device=x.device) for n, s in shapes.items() if n != "global_scale"}
     if kind == _TENSOR and amax is None:
-        team = _team(x.shape[-2], x.shape[-1], _resident_blocks(x.device))
+        team = _team(x.shape[-2], x.shape[-1], 2 * multiprocessors(x.device))
         if team:
             return _quantize_stack(x, parts["codes"], parts["scales"], team)
         least, most = torch.aminmax(x.flatten(-2), dim=-1)
@@ -122,10 +123,6 @@ def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
     scope = None if amax is None else NVFP4.global_scales(amax.float().contiguous())
     _launch(kind, fmt, x, x.shape[-1], None, scope, parts["codes"], parts["scales"], None, False)
     return Parts(parts["codes"], parts["scales"], None if scope is None else scope[1])
-
-
-def _resident_blocks(device: torch.device) -> int:
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Team(NamedTuple):

@@ -3,16 +3,19 @@
 // -D K            columns, even
 //    MODE         0: codes [M, K] and scales [blocks, K] of x; 1: the exact BF16 values [M, K] of x; 2: those of stored codes and scales
 //    THREADS
-// Grid: column pairs, blocks of rows. `starts` has the first row of each block and, last, the end: a block never crosses a group's edge, as
-// if each group were padded with zero rows. A thread takes two columns.
+// Grid: for each block of rows its column pairs, in one axis: a weight of many experts has more than 65535 blocks. `starts` has the first
+// row of each block and, last, the end: a block never crosses a group's edge, as if each group were padded with zero rows. A thread takes
+// two columns.
 #include "contract.cuh"
+
+constexpr int PIECES = (K / 2 + THREADS - 1) / THREADS;  // of a row
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     const u32* __restrict__ x, const int* __restrict__ starts, u16* __restrict__ codes, u16* __restrict__ scales, u32* __restrict__ values) {
-    const int pair = blockIdx.x * THREADS + threadIdx.x;
+    const int block = blockIdx.x / PIECES, pair = blockIdx.x % PIECES * THREADS + threadIdx.x;
     if (pair >= K / 2) return;
-    const int first = starts[blockIdx.y], count = starts[blockIdx.y + 1] - first;
-    const size_t base = (size_t)first * (K / 2) + pair, scale_at = (size_t)blockIdx.y * (K / 2) + pair;
+    const int first = starts[block], count = starts[block + 1] - first;
+    const size_t base = (size_t)first * (K / 2) + pair, scale_at = (size_t)block * (K / 2) + pair;
 #if MODE == 2
     const u32 both = scales[scale_at], even = both & 0xFFu, odd = both >> 8;
 #else

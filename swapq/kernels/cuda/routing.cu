@@ -1,12 +1,14 @@
 // Slots (token * top_k + j) sorted by expert, and the tiles of at most TOKENS slots that the grouped kernel takes. One block.
 //
 // -D EXPERTS, TOKENS, THREADS
+// local_of: local id of each of `known` global ids, or null.
 // tiles: [0] their number, then (expert, first position in `slots`, slots) each.
 #include "contract.cuh"
 #include "dependent.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) routing(
-    const void* __restrict__ ids, int wide, const int* __restrict__ local_of, int count, int* __restrict__ slots, int* __restrict__ tiles) {
+    const void* __restrict__ ids, int wide, const int* __restrict__ local_of, int known, int count,
+    int* __restrict__ slots, int* __restrict__ tiles) {
     wait_for_previous();
     let_next_start();
     __shared__ int size[EXPERTS], start[EXPERTS + 1], tile[EXPERTS + 1];
@@ -14,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) routing(
     __syncthreads();
     auto expert_of = [&](int i) {
         long long id = wide ? ((const long long*)ids)[i] : ((const int*)ids)[i];
-        if (local_of) id = id < 0 ? -1 : local_of[id];
+        if (local_of) id = id < 0 || id >= known ? -1 : local_of[id];
         return id < 0 || id >= EXPERTS ? -1 : (int)id;
     };
     for (int i = threadIdx.x; i < count; i += THREADS) {

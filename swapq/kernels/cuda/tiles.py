@@ -45,7 +45,9 @@ def route(ids: Tensor, experts: int, tokens: int, *, local_of: Tensor | None = N
     slots = torch.empty(count, dtype=torch.int32, device=ids.device)
     table = torch.empty(1 + 3 * most, dtype=torch.int32, device=ids.device)
     kernel = program("routing", ids.device, EXPERTS=experts, TOKENS=tokens, THREADS=1024)
-    kernel.launch((1,), 1024, ids, int(ids.dtype == torch.int64), local_of, count, slots, table, overlap=True)
+    known = 0 if local_of is None else local_of.numel()
+    wide = int(ids.dtype == torch.int64)
+    kernel.launch((1,), 1024, ids, wide, local_of, known, count, slots, table, overlap=True)
     return Tiles(slots, table, most, tokens, top_k, count)
 
 
@@ -60,7 +62,8 @@ def tiles_of(routing: Routing, tokens: int) -> Tiles:
 
 
 def _table(pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor([len(pieces), *chain.from_iterable(pieces)], dtype=torch.int32).to(device)
+    table = [len(pieces), *chain.from_iterable(pieces)]
+    return torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
 
 
 def dense_tiles(rows: int, tokens: int) -> Tiles:
