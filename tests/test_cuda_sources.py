@@ -28,7 +28,7 @@ KERNELS = [
         for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))
     ),
-    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "THREADS": 384}),
+    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "WARPS": 12}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
     *(

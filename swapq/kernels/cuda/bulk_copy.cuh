@@ -5,9 +5,12 @@ struct Arrival { u64 barrier; };
 
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
-DEVICE void arrival_init(Arrival* a) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(a)));
+DEVICE void arrival_init(Arrival* a, u32 arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(a)), "r"(arrivals));
     asm volatile("fence.mbarrier_init.release.cluster;");
+}
+DEVICE void arrival_arrive(Arrival* a) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(a)) : "memory");
 }
 DEVICE void arrival_expect(Arrival* a, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(a)), "r"(bytes) : "memory");

@@ -31,7 +31,7 @@ OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
 _STACK_BYTES = 112 << 10  # two blocks on a multiprocessor fill the shared memory of a Hopper GPU
-_STACK_THREADS = 384
+_STACK_WARPS = 12
 
 
 class RowOperand(NamedTuple):
@@ -152,12 +152,12 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
     kernel = program(
         "quantize_stack", x.device, K=k, N=n, ROWS=team.rows, TEAM=team.members, SLOTS=team.slots, LEAD=team.slots - 2,
-        THREADS=_STACK_THREADS,
+        WARPS=_STACK_WARPS,
     )  # fmt: skip
     shared = team.slots * team.rows * k * 2
     kernel.allow_shared_memory(shared)
     grid = (team.members * min(team.teams, matrices),)
-    kernel.launch(grid, _STACK_THREADS, x, matrices, scopes, codes, scales, decode, shared=shared, together=True)
+    kernel.launch(grid, 32 * _STACK_WARPS + 96, x, matrices, scopes, codes, scales, decode, shared=shared, together=True)
     return Parts(codes, scales, decode)
 
 
