@@ -1,5 +1,6 @@
 """The reasoning job: its prompts and scores come from the package, its model fits every recipe, its configurations say what they mean."""
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -89,8 +90,9 @@ def _parameters(size: str) -> Any:
         return model.build_model(size)
 
 
-def test_the_large_size_has_200_million_parameters() -> None:
-    assert sum(parameter.numel() for parameter in _parameters("200m").parameters()) >= 200_000_000
+@pytest.mark.parametrize("size", ["200m", "200m-unshared"])
+def test_the_large_sizes_have_200_million_parameters(size: str) -> None:
+    assert sum(parameter.numel() for parameter in _parameters(size).parameters()) >= 200_000_000
 
 
 @pytest.mark.parametrize("size", job.SIZES["reasoning"])
@@ -121,13 +123,17 @@ def _formats(configured: Any, size: str = "200m") -> dict[str, set[str]]:
         ("nvfp4-last-0", range(12), False),
         ("nvfp4-last-0.3", range(8), False),
         ("nvfp4-first-bf16", range(1, 10), False),
-        ("nvfp4-shared-nvfp4", range(10), True),
+        ("nvfp4-shared-mxfp8", range(10), True),
     ],
 )
 def test_a_precision_run_quantizes_exactly_what_it_says(label: str, layers: range, shared: bool) -> None:
-    expected = {f"routed_experts {layer}" for layer in layers}
-    expected |= {f"shared_experts {layer}" for layer in layers} if shared else set()
-    assert _formats(configuration.named([label])[0])["nvfp4"] == expected
+    found = _formats(configuration.named([label])[0])
+    assert found["nvfp4"] == {f"routed_experts {layer}" for layer in layers}
+    assert found.get("mxfp8", set()) == ({f"shared_experts {layer}" for layer in layers} if shared else set())
+
+
+def test_a_run_of_shared_experts_has_shared_experts_to_quantize() -> None:
+    assert all(model.SIZES[size].shared for size in ("tiny", "200m"))
 
 
 def test_every_configuration_plans_on_every_size() -> None:
@@ -146,6 +152,24 @@ def test_the_start_has_another_folder_for_another_size_task_or_setting() -> None
     keys = {one.lesson.key(one.warmup) for one in jobs}
     keys.add(jobs[0].lesson.key(warmup.Warmup()))
     assert len(keys) == 4
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_start_learns_into_fp32_masters_and_stops_at_its_target(bf16: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    one = job.job_of("reasoning", "tiny")
+    student = one.lesson.build_model()
+    before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    pairs = [(task.prompt_of(entry), entry["answer"]) for entry in task.entries(2, 0)]
+    lesson = dataclasses.replace(one.lesson, batch=lambda rng, size, p: [rng.choice(pairs) for _ in range(min(size, 8))])
+    settings = warmup.Warmup(steps=150, batch=8, learning_rate=2e-3, ramp=5, clip=1.0, target=0.8)
+    warmup.teach(student, one.lesson.build_tokenizer(), settings, lesson=lesson, quiet=True, bf16=bf16)
+    steps = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert float(steps[-1].split()[-1]) >= 0.8
+    assert len(steps) < 6
+    assert all(parameter.dtype == torch.float32 for parameter in student.parameters())
+    changed = {name for name, parameter in student.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed >= {name for name in before if "experts.gate_up_proj" in name or "q_proj.weight" in name}
 
 
 def test_an_unknown_size_is_refused() -> None:

@@ -107,8 +107,14 @@ def teach(
     *,
     lesson: Lesson = SUMS,
     quiet: bool = False,
+    bf16: bool | None = None,
 ) -> None:
-    """Train `model`, in place and where it is: any causal LM with this tokenizer. On a GPU in BF16 autocast, with FP32 masters."""
+    """Train `model`, in place and where it is: any causal LM with this tokenizer.
+
+    Args:
+        bf16: compute in BF16, with the FP32 weights as masters; None does so on a GPU.
+    """
+    bf16 = model.device.type == "cuda" if bf16 is None else bf16
     rng, device = random.Random(settings.seed), model.device
     # a generator of its own: measuring must not change what is taught
     measured = encode(tokenizer, lesson.batch(random.Random(settings.seed + 1), _MEASURED, 1.0), device)
@@ -122,11 +128,13 @@ def teach(
         TextColumn("loss {task.fields[loss]:.3f} right {task.fields[right]:.3f}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=quiet) as progress, _in_bf16(model):
+    with Progress(*columns, disable=quiet) as progress, _served_weights(model) if bf16 else contextlib.nullcontext():
         bar = progress.add_task("start", total=settings.steps, loss=float("nan"), right=float("nan"))
         for step in range(settings.steps):
             ids, labels = encode(tokenizer, lesson.batch(rng, settings.batch, settings.p_right), device)
-            loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
+            # entered for every forward: autocast keeps rounded weights until it is left
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+                loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
             if settings.clip is not None:
@@ -134,7 +142,8 @@ def teach(
             optimizer.step()
             schedule.step()
             if settings.target is not None and (step + 1) % _EVERY == 0:
-                right = _right(model, *measured)
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+                    right = _right(model, *measured)
                 progress.update(bar, right=right)
                 if quiet:
                     print(f"supervised start: step {step + 1}, loss {loss.item():.3f}, right {right:.3f}", flush=True)
@@ -145,18 +154,14 @@ def teach(
 
 
 @contextlib.contextmanager
-def _in_bf16(model: PreTrainedModel) -> Iterator[None]:
-    """On a GPU, everything is computed with BF16 weights as a rollout engine does; the grouped product of the experts, which
-    autocast does not know, too. Elsewhere nothing changes."""
-    if model.device.type != "cuda":
-        yield
-        return
+def _served_weights(model: PreTrainedModel) -> Iterator[None]:
+    """In BF16 autocast, everything is computed with rounded weights, as a rollout engine does: norms, embeddings, and the grouped
+    product of the experts, which autocast does not know."""
     from swapq_trl.rounding import round_as_served
 
     handles = round_as_served(model)
     try:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -175,10 +180,11 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, batch: Pairs, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded token ids and labels that cover only the answer and the end token."""
+    heads = tokenizer([prompt for prompt, _ in batch])["input_ids"]
+    tails = tokenizer([answer for _, answer in batch])["input_ids"]
     rows, marks = [], []
-    for prompt, answer in batch:
-        head = tokenizer(prompt)["input_ids"]
-        tail = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+    for head, answer in zip(heads, tails, strict=True):
+        tail = [*answer, tokenizer.eos_token_id]
         rows.append(head + tail)
         marks.append([-100] * len(head) + tail)
     width = max(map(len, rows))

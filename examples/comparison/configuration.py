@@ -39,14 +39,15 @@ CONFIGURATIONS = (
     Configuration("int4-qat", "int4-qat"),
 )
 
-_SHARED = {"routed_experts": "nvfp4", "shared_experts": "nvfp4"}
+# NVFP4 is a format of routed experts: an engine serves other linears in 8 bits
+_SHARED = {"routed_experts": "nvfp4", "shared_experts": "mxfp8"}
 #: what stays in BF16, one thing changed at a time; "nvfp4-dequantized" is the recipe itself (last layers 0.15, first layer
 #: quantized, shared experts BF16)
 PRECISION_RUNS = (
     Configuration("nvfp4-last-0", "nvfp4-rl", "dequantized", {"last_layers_bf16": 0}),
     Configuration("nvfp4-last-0.3", "nvfp4-rl", "dequantized", {"last_layers_bf16": 0.3}),
     Configuration("nvfp4-first-bf16", "nvfp4-rl", "dequantized", {"first_layers_bf16": 1}),
-    Configuration("nvfp4-shared-nvfp4", "nvfp4-rl", "dequantized", {"weights": _SHARED}),
+    Configuration("nvfp4-shared-mxfp8", "nvfp4-rl", "dequantized", {"weights": _SHARED, "activations": _SHARED}),
 )
 #: labels that PRECISION_RUNS are read against
 PRECISION_BASE = (CONTROL, "nvfp4-dequantized")

@@ -14,7 +14,7 @@ __all__ = ["SIZES", "TASKS", "Job", "job_of", "prepare"]
 
 TASKS = ("arithmetic", "reasoning")
 #: sizes of a task's model, its usual one first
-SIZES = {"arithmetic": ("tiny",), "reasoning": ("200m", "tiny")}
+SIZES = {"arithmetic": ("tiny",), "reasoning": ("200m", "200m-unshared", "tiny")}
 
 _INT4_OF_SUMS = Path(__file__).resolve().parent.parent / "arithmetic" / "int4-qat-g32.json"
 
@@ -98,7 +98,7 @@ def _reasoning(size: str) -> Job:
     return Job(
         task="reasoning",
         size=size,
-        text=f"exercises of reasoning-gym ({names}): a Qwen2-MoE of size {size}",
+        text=f"exercises of reasoning-gym ({names}): {model.family(size)} of size {size}",
         lesson=Lesson(
             name=f"reasoning-{size}",
             build_model=functools.partial(model.build_model, size),
