@@ -11,6 +11,7 @@ BF16, on converted models that are not trained further. `--task reasoning` takes
 """
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from comparison.configuration import ALL, CONFIGURATIONS, PRECISION_BASE, PRECISION_RUNS, named
 from comparison.job import SIZES, TASKS
 from comparison.schedule import Schedule, finished
+from reasoning import INSTALL, PACKAGE
 
 ROOT = Path(__file__).resolve().parent.parent
 PRECISION = "precision.json"
@@ -72,8 +74,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit codes: 0 every run is finished and reported; 1 some failed, or the page cannot be drawn; 2 nothing to report."""
+    """Exit codes: 0 every run is finished and reported; 1 some failed, or the page cannot be drawn; 2 nothing can be run or reported."""
     options = parse_arguments()
+    if options.task == "reasoning" and not options.report and importlib.util.find_spec(PACKAGE) is None:
+        print(f"error: {INSTALL}", file=sys.stderr)
+        return 2
     failed = [] if options.report else _carry_out(options)
     runs = finished(options.output, options.steps)
     if not runs:

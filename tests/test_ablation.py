@@ -1,7 +1,9 @@
 """The ablation's arithmetic and its page, on made-up runs; the schedule keeps what is finished."""
 
 import json
+import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,54 @@ def test_runs_of_other_precision_are_refused_where_they_would_not_differ(capsys:
     assert {"bf16", "nvfp4-dequantized", "nvfp4-last-0", "nvfp4-last-0.3", "nvfp4-first-bf16"} < labels
     assert options.size == "200m"
     assert options.output.name == "ablation-reasoning-200m"
+
+
+def test_without_the_package_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ablation = import_example("ablation")
+    monkeypatch.setattr(ablation, "PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setattr("sys.argv", ["ablation.py", "--task", "reasoning", "--output", str(tmp_path)])
+    assert ablation.main() == 2
+    written = capsys.readouterr().err
+    assert written.count("\n") == 1
+    assert "pip install 'swapq[gym]'" in written
+
+
+def _write_and_wait(pid_file: Path) -> None:
+    print("from Python", flush=True)
+    os.write(2, b"from a library\n")
+    pid_file.write_text(str(os.getpid()), encoding="utf-8")
+    time.sleep(600)
+
+
+def _start_and_die(log: Path, pid_file: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=schedule._logged, args=(log, _write_and_wait, pid_file)
+    )
+    process.start()
+    while not pid_file.exists() or not pid_file.read_text(encoding="utf-8"):
+        time.sleep(0.05)
+    os._exit(9)
+
+
+def test_a_run_logs_all_it_writes_and_ends_with_the_schedule(tmp_path: Path) -> None:
+    log, pid_file = tmp_path / "run.log", tmp_path / "pid"
+    parent = multiprocessing.get_context("spawn").Process(target=_start_and_die, args=(log, pid_file))
+    parent.start()
+    parent.join(120)
+    assert parent.exitcode == 9
+    pid = int(pid_file.read_text(encoding="utf-8"))
+    deadline = time.monotonic() + 30
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
+    assert log.read_text(encoding="utf-8").splitlines()[-2:] == ["from Python", "from a library"]
+
+
+def _alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_usual_command_line_is_the_main_job() -> None:

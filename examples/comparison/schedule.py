@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections import deque
 from multiprocessing.connection import wait
@@ -156,7 +157,14 @@ def _logged(log: Path, target: Any, *arguments: Any) -> None:
         os.dup2(file.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    threading.Thread(target=_follow, args=(multiprocessing.parent_process(),), daemon=True).start()
     target(*arguments)
+
+
+def _follow(parent: Any) -> None:
+    """End with the parent: a run that nobody waits for would keep the device."""
+    parent.join()
+    os._exit(1)
 
 
 def _prepare(task: str, size: str, cache: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 import swapq
+from reasoning import INSTALL
 
 __all__ = ["EXERCISES", "Exercise", "entries", "exact_rate", "prompts", "reward", "score", "supervised_batch", "version"]
 
@@ -128,8 +129,5 @@ def _package() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise swapq.SwapqError(
-            f"--task reasoning needs the package reasoning-gym, which could not be imported ({error}); "
-            "install it with: pip install 'swapq[gym]'"
-        ) from error
+        raise swapq.SwapqError(f"{INSTALL} (importing it: {error})") from error
     return reasoning_gym
