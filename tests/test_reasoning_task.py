@@ -172,6 +172,13 @@ def test_the_start_learns_into_fp32_masters_and_stops_at_its_target(bf16: bool, 
     assert changed >= {name for name in before if "experts.gate_up_proj" in name or "q_proj.weight" in name}
 
 
+def test_a_start_that_does_not_reach_its_target_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    one = job.job_of("reasoning", "tiny")
+    settings = warmup.Warmup(steps=2, batch=2, target=0.9)
+    warmup.teach(one.lesson.build_model(), one.lesson.build_tokenizer(), settings, lesson=one.lesson, quiet=True)
+    assert "2 steps did not reach 0.9" in capsys.readouterr().out
+
+
 def test_an_unknown_size_is_refused() -> None:
     with pytest.raises(ValueError, match="no model of size 'huge'"):
         job.job_of("reasoning", "huge")

@@ -151,6 +151,9 @@ def teach(
                     break
             if not quiet:
                 progress.update(bar, advance=1, loss=loss.item())
+        else:
+            if settings.target is not None:
+                print(f"supervised start: {settings.steps} steps did not reach {settings.target:g}", flush=True)
 
 
 @contextlib.contextmanager

@@ -90,9 +90,9 @@ def _reasoning(size: str) -> Job:
 
     tiny = size == "tiny"
     start = (
-        Warmup(steps=100, batch=32, learning_rate=1e-3, p_right=0.5, ramp=20, clip=1.0, target=0.3)
+        Warmup(steps=100, batch=32, learning_rate=1e-3, p_right=0.7, ramp=20, clip=1.0, target=0.3)
         if tiny
-        else Warmup(steps=1200, batch=256, learning_rate=5e-4, p_right=0.5, ramp=50, clip=1.0, target=0.38)
+        else Warmup(steps=1200, batch=256, learning_rate=5e-4, p_right=0.7, ramp=50, clip=1.0, target=0.38)
     )
     names = ", ".join(exercise.name for exercise in task.EXERCISES)
     return Job(

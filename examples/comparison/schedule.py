@@ -85,7 +85,9 @@ class Schedule:
         finally:
             _end([process])
         if process.exitcode == 0:
-            print(f"supervised start: {time.perf_counter() - began:.0f} s", flush=True)
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+            said = [line for line in lines if line.startswith("supervised start:")][-2:]
+            print("\n".join([*said, f"supervised start: {time.perf_counter() - began:.0f} s"]), flush=True)
             return True
         print(f"supervised start: FAILED with exit code {process.exitcode}, see {log}\n{_tail(log)}", flush=True)
         return False

@@ -36,8 +36,8 @@ EXERCISES = (
     Exercise("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
     Exercise("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
     Exercise("letter_counting", {"min_words": 1, "max_words": 3}),
-    Exercise("lcm", {"min_value": 1, "max_value": 20}),
-    Exercise("count_bits", {"min_n": 1, "max_n": 255}),
+    Exercise("lcm", {"min_value": 1, "max_value": 15}),
+    Exercise("count_bits", {"min_n": 1, "max_n": 127}),
 )
 # The package draws entry i of seed s from s + i, so neighbouring seeds share entries: ours lie far apart.
 _APART = 10_000_019
