@@ -87,16 +87,18 @@ class _Gpus:
     """Runs each call in a process of its own, on a GPU that no other has."""
 
     def __init__(self) -> None:
-        self.count = torch.cuda.device_count()
-        self._free: queue.Queue[int] = queue.Queue()
-        for gpu in range(self.count):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        names = visible.split(",")
+        self.count = len(names)
+        self._free: queue.Queue[str] = queue.Queue()
+        for gpu in names:
             self._free.put(gpu)
 
     def __call__(self, *arguments: str) -> str:
         gpu = self._free.get()
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-            "CUDA_VISIBLE_DEVICES": str(gpu),
+            "CUDA_VISIBLE_DEVICES": gpu,
         }  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.hopper.engine", *arguments]
         try:
