@@ -13,9 +13,16 @@ from transformers import PreTrainedModel
 
 from swapq.nn.gather import whole
 
-__all__ = ["WORLD", "shard", "spawn", "train_step", "whole_gradients"]
+__all__ = ["WITHOUT_MULTICAST", "WORLD", "shard", "spawn", "train_step", "whole_gradients"]
 
 WORLD = 2
+#: NVLink multicast belongs to the whole host: GPUs that others share must not take it
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
 
 
 def spawn(job: Callable[..., Any], *arguments: object, device: str = "cpu") -> None:
@@ -28,8 +35,7 @@ def spawn(job: Callable[..., Any], *arguments: object, device: str = "cpu") -> N
 
 def _rank(rank: int, port: int, device: str, job: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast needs a fabric that a lent pair of GPUs may lack
+    os.environ.update(WITHOUT_MULTICAST | {name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
