@@ -34,9 +34,9 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 #: sizes whose halves the kernels of a GPU take
 SIZES: dict[str, object] = {
     "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
     "moe_intermediate_size": 128,
     "num_experts": 16,
 }
@@ -233,7 +233,7 @@ def judge(pair: Pair, seen: dict[str, Seen], device: str) -> None:
             total = sum(part.float() for _, part in parts)
             whole = _block(model, tokens)
             assert (total - whole).norm() < 2**-7 * whole.norm(), f"{kind}, {tokens} tokens: the ranks' parts do not add up"
-        assert floor < 0.02
+        assert floor < 0.05  # near ties of a random model's routing
         assert not torch.equal(mine.scores[0], mine.scores[1])
         if kind == "sliced experts" and "nvfp4" in pair.recipe:
             continue  # a row's scale reaches over a slice: another function than one rank's, and the trainer's all the same
