@@ -59,6 +59,6 @@ def test_codes_and_scales_reach_the_server_over_nccl_at_every_step(
     try:
         result = job("server_job.train", recipe=recipe, url=server.url, group_port=free_port())
     except pytest.fail.Exception as failure:
-        pytest.fail(f"{failure}\nThe server said:\n{server.tail()}")
+        pytest.fail(f"{failure}\nThe server said:\n{server.said()}")
     server_job.judge(recipe, result, up)
     assert result["unlike"] == []

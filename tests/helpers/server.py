@@ -73,18 +73,20 @@ class Server:
         """
         while time.monotonic() - self.started < seconds:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}\n{self.tail()}")
+                raise AssertionError(f"the server ended with {self.process.returncode}\n{self.said()}")
             try:
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return time.monotonic() - self.started
             except requests.RequestException:
                 pass
             time.sleep(0.5)
-        raise AssertionError(f"the server did not answer in {seconds:.0f} s\n{self.tail()}")
+        raise AssertionError(f"the server did not answer in {seconds:.0f} s\n{self.said()}")
 
-    def tail(self, size: int = 8000) -> str:
-        """The end of what the server printed."""
-        return self.log.read_text(errors="replace")[-size:]
+    def said(self, size: int = 5000) -> str:
+        """What the server printed around its first error, which later ones hide, and at the end."""
+        log = self.log.read_text(errors="replace")
+        first = log.find("Traceback")
+        return (f"{log[first : first + size]}\n...\n" if 0 <= first < len(log) - size else "") + log[-size:]
 
     def close(self) -> None:
         """Stop the server and what it started."""

@@ -103,9 +103,12 @@ def train(recipe: str, url: str, group_port: int, transfer: str = "nccl", **opti
 
 
 def _scores(client: Any) -> list[Any]:
-    """Greedy tokens of fixed prompts, with log-probabilities."""
-    output = client.generate(prompts=PROMPTS, temperature=0.0, max_tokens=6, logprobs=0)
-    return [output["completion_ids"], output["logprobs"]]
+    """Greedy tokens of fixed prompts, with log-probabilities. One prompt at a time: how a server batches them depends on the moment."""
+    found = []
+    for prompt in PROMPTS:
+        output = client.generate(prompts=[prompt], temperature=0.0, max_tokens=6, logprobs=0)
+        found.append([output["completion_ids"], output["logprobs"]])
+    return found
 
 
 def _flipped(generation: Any) -> Any:

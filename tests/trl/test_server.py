@@ -28,7 +28,7 @@ def test_a_trainer_and_its_server_hold_the_same_bytes_at_every_step(
         try:
             result = job("server_job.train", recipe=recipe, url=server.url, group_port=0, transfer="file")
         except pytest.fail.Exception as failure:
-            pytest.fail(f"{failure}\nThe server said:\n{server.tail()}")
+            pytest.fail(f"{failure}\nThe server said:\n{server.said()}")
     server_job.judge(recipe, result, started)
     if dtype == "bfloat16":  # else the server answers in its checkpoint's dtype
         assert result["unlike"] == []
