@@ -201,7 +201,9 @@ def test_a_failed_run_is_named_with_its_last_lines_and_the_others_go_on(
     assert len(schedule.finished(tmp_path, 5)) == 4
 
 
-def test_runs_at_the_same_time_have_slots_and_logs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_the_same_time_have_slots_and_logs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = _Starts()
     monkeypatch.setattr(schedule, "_start", starts)
     plan = schedule.Schedule(configuration.CONFIGURATIONS, (0,), 5, tmp_path, tmp_path, parallel=3)

@@ -105,7 +105,9 @@ def test_weights_of_whole_layers_are_quantized_and_read_in_launches_that_cuda_ta
         columns.column_values(w.flatten(0, 1), (n,) * experts)
         columns.stored_values(by_columns, (n,) * experts)
     expected = {"quantize_rows", "quantize_columns", "expand", "dequantize"}
-    if 2 * inner * hidden * 2 <= 2 * MULTIPROCESSORS * 112 << 10:  # two of the smaller matrices fit into the shared memory of the whole GPU
+    if (
+        2 * inner * hidden * 2 <= 2 * MULTIPROCESSORS * 112 << 10
+    ):  # two of the smaller matrices fit into the shared memory of the whole GPU
         expected.add("quantize_stack")
     assert expected == set(noted.launches)
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -19,11 +18,11 @@ import swapq
 from swapq.checkpoint import layouts
 from swapq.checkpoint.writer import ShardWriter
 from swapq.errors import CheckpointError
-from swapq.nn.gather import whole
+from tests.helpers import fsdp
 from tests.helpers.models import prompts, qwen3_moe
+from tests.helpers.ranks import WORLD, shard, spawn, train_step, whole_gradients
 from tests.helpers.recipes import tiny
 
-WORLD = 2
 CASES = [("nvfp4-rl", "dequantized", 8), ("mxfp8-rl", "low_precision", 8), ("nvfp4-rl", "high_precision", 1)]
 CASES += [("fp8-block-rl", "dequantized", 8), ("fp8-rollout", "bf16", 8), ("int4-qat", "dequantized", 8)]
 IDS = [f"{r}-{b}-{e} experts" for r, b, e in CASES]
@@ -39,29 +38,10 @@ def batch(rank: int | None) -> Tensor:
     return ids if rank is None else ids[rank * 2 : rank * 2 + 2]
 
 
-def train_step(model: nn.Module, ids: Tensor) -> None:
-    model(ids, labels=ids).loss.backward()
-
-
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        found[name.removeprefix("module.")] = whole(p.grad).clone()
-    return found
-
-
 def ddp(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
     wrapped = DistributedDataParallel(model)
     train_step(wrapped, batch(rank))
     return whole_gradients(wrapped)
-
-
-def shard(model: PreTrainedModel) -> None:
-    for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mp_policy=MixedPrecisionPolicy())
-        fully_shard(layer)
-    fully_shard(model)
 
 
 def fsdp2(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
@@ -145,45 +125,41 @@ def exports_of_several_ranks(model: PreTrainedModel, rank: int) -> dict[str, Ten
     return {"facts": torch.tensor(everywhere)}
 
 
+def evaluated_then_exported(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """A model sharded as one unit is gathered as a whole since its last forward, and still exported by one rank of two."""
+    folder = Path(os.environ["SWAPQ_TEST_FOLDER"]) / "evaluated"
+    shutil.rmtree(folder, ignore_errors=True)
+    expected = swapq.digest(model)
+    fully_shard(model)
+    with torch.no_grad():
+        model(batch(rank))
+    swapq.export(model, folder)
+    return {"equal": torch.tensor([swapq.digest(model) == expected, swapq.digest(folder) == expected])}
+
+
 SCENARIOS: dict[str, Callable[[PreTrainedModel, int], dict[str, Tensor]]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "accelerate": accelerated,
     "digests": digests_of_a_sharded_model,
     "exports": exports_of_several_ranks,
+    "evaluated": evaluated_then_exported,
 }
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        SWAPQ_TEST_FOLDER=folder,
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        for name, scenario in SCENARIOS.items():
-            for case, label in zip(CASES, IDS, strict=True):
-                found = scenario(build(*case), rank)
-                if rank == 0:
-                    save_file(
-                        {k: v.contiguous() for k, v in found.items()}, Path(folder) / f"{name}-{label}.safetensors"
-                    )
-    finally:
-        dist.destroy_process_group()
+def worker(rank: int, device: torch.device, folder: str) -> None:
+    os.environ["SWAPQ_TEST_FOLDER"] = folder
+    for name, scenario in SCENARIOS.items():
+        for case, label in zip(CASES, IDS, strict=True):
+            found = scenario(build(*case), rank)
+            if rank == 0:
+                save_file({k: v.contiguous() for k, v in found.items()}, Path(folder) / f"{name}-{label}.safetensors")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, args=(port, str(folder)), nprocs=WORLD)
+    spawn(worker, str(folder))
     return folder
 
 
@@ -210,7 +186,24 @@ def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(results: Path, labe
 
 
 @pytest.mark.parametrize("label", IDS)
+def test_a_model_gathered_by_an_evaluation_is_exported_like_the_whole_one(results: Path, label: str) -> None:
+    assert load_file(results / f"evaluated-{label}.safetensors")["equal"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("label", IDS)
 def test_one_rank_writes_an_export_and_a_failure_is_known_to_all(results: Path, label: str) -> None:
     facts = load_file(results / f"exports-{label}.safetensors")["facts"]
     assert facts.shape == (WORLD, 11)
     assert facts.all(), facts
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    spawn(fsdp.steps, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(("recipe", "backward"), fsdp.CASES)
+def test_a_sharded_step_with_bf16_gathering_is_that_of_one_process(steps: Path, recipe: str, backward: str) -> None:
+    fsdp.judge(steps, recipe, backward)

@@ -41,7 +41,9 @@ def test_prompts_and_answers_keep_to_their_limits_in_tokens() -> None:
     tokenizer = model.build_tokenizer()
     rows = task.prompts(400, 0)
     assert max(len(ids) for ids in tokenizer(list(rows["prompt"]))["input_ids"]) <= 96
-    assert max(len(ids) for ids in tokenizer(list(rows["answer"]))["input_ids"]) + 1 <= 24  # the end token is one of them
+    assert (
+        max(len(ids) for ids in tokenizer(list(rows["answer"]))["input_ids"]) + 1 <= 24
+    )  # the end token is one of them
     assert model.CONTEXT >= 96 + 24
 
 
@@ -155,13 +157,17 @@ def test_the_start_has_another_folder_for_another_size_task_or_setting() -> None
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_start_learns_into_fp32_masters_and_stops_at_its_target(bf16: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_learns_into_fp32_masters_and_stops_at_its_target(
+    bf16: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     one = job.job_of("reasoning", "tiny")
     student = one.lesson.build_model()
     before = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
     pairs = [(task.prompt_of(entry), entry["answer"]) for entry in task.entries(2, 0)]
-    lesson = dataclasses.replace(one.lesson, batch=lambda rng, size, p: [rng.choice(pairs) for _ in range(min(size, 8))])
+    lesson = dataclasses.replace(
+        one.lesson, batch=lambda rng, size, p: [rng.choice(pairs) for _ in range(min(size, 8))]
+    )
     settings = warmup.Warmup(steps=150, batch=8, learning_rate=2e-3, ramp=5, clip=1.0, target=0.8)
     warmup.teach(student, one.lesson.build_tokenizer(), settings, lesson=lesson, quiet=True, bf16=bf16)
     steps = [line for line in capsys.readouterr().out.splitlines() if "step" in line]

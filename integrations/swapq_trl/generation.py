@@ -21,10 +21,11 @@ from swapq.convert import is_converted, recipe_of
 from swapq.diagnostics import audit
 from swapq.diagnostics.audit import running as runs_in
 from swapq.errors import SyncError, UnsupportedError
+from swapq_trl import server
 from swapq_trl.adapters import Merge, check_adapters, merged
 from swapq_trl.report import SyncReport
 from swapq_trl.selftest import Scores, fixed_scores, require_equal
-from swapq_trl.sending import NamedTensors, Sending, as_sent, plain_model, sent_tensors, with_digests
+from swapq_trl.sending import NamedTensors, Sending, as_packed, as_sent, plain_model, sent_tensors, with_digests
 
 __all__ = ["VLLMGeneration", "is_sharded"]
 
@@ -99,6 +100,8 @@ class VLLMGeneration(_VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "colocate":
             super()._init_vllm()
+            if is_converted(self.model) and self.accelerator.is_main_process:
+                _require_same_formats(plain_model(self.model), server.running(self.vllm_client))
             return
         if self.accelerator.num_processes % self.tensor_parallel_size != 0:
             raise UnsupportedError(
@@ -188,7 +191,7 @@ class VLLMGeneration(_VLLMGeneration):
     def _iter_named_params(self) -> NamedTensors:
         """Name and tensor of everything the engine must hold. Every process must walk it to its end."""
         self._sent = {}
-        return self._sending(with_digests(self._tensors(None), self._sent))
+        return as_packed(self._sending(with_digests(self._tensors(None), self._sent)))
 
     def _tensors(self, merge: Merge | None) -> NamedTensors:
         flattened = super()._iter_named_params if self._dist.is_zero3 or self._dist.fsdp_version == 1 else None
@@ -279,23 +282,13 @@ class VLLMGeneration(_VLLMGeneration):
         return SyncReport(time.perf_counter() - start, sum(sizes), len(sizes), verified)
 
     def _verify_server(self) -> int:
-        """Have every worker of the server compare what it holds with the digests of what was sent."""
-        client = self.vllm_client
-        url = f"{client.base_url}/collective_rpc"
-        answer = client.session.post(url, json={"method": "swapq_verify", "kwargs": {"expected_digests": self._sent}})
-        if answer.status_code != 200:
-            if not is_converted(self.model):
-                return 0  # any vLLM server may serve an unquantized model; without the extension nothing is compared
-            raise SyncError(
-                f"the server could not verify the weights it was sent ({answer.status_code}: {answer.text[:300]}); start it "
-                "with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls swapq_vllm.worker.WorkerExtension"
-            )
-        workers = answer.json()["results"]
-        for rank, found in enumerate(workers):
-            bad = [name for kind in ("wrong", "unsent", "unknown") for name in found[kind]]
-            if bad:
-                raise SyncError(f"worker {rank} of the server does not hold what was sent: {', '.join(bad[:6])}")
-        return len({name for found in workers for name in found["equal"]})
+        """Tensors that every worker of the server has compared with the digests of what was sent."""
+        try:
+            return server.verified(self.vllm_client, self._sent)
+        except server.CannotTell:
+            if is_converted(self.model):
+                raise
+            return 0  # any vLLM server may serve an unquantized model; without the extension nothing is compared
 
     # Generating
 

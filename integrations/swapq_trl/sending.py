@@ -18,7 +18,7 @@ from swapq.errors import UnsupportedError
 from swapq.formats import is_scale
 from swapq_trl.adapters import Merge, is_adapted, merged
 
-__all__ = ["NamedTensors", "Sending", "as_sent", "plain_model", "sent_tensors", "with_digests"]
+__all__ = ["NamedTensors", "Sending", "as_packed", "as_sent", "plain_model", "sent_tensors", "with_digests"]
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 #: named tensors that can be closed before their end
@@ -70,6 +70,12 @@ def as_sent(plain: nn.Module, tensors: NamedTensors, dtype: torch.dtype, *, fres
     kept = _kept_in_float32(plain)
     for name, tensor in tensors:
         yield name, _fresh(name, tensor, dtype, kept, copy=fresh)
+
+
+def as_packed(tensors: NamedTensors) -> NamedTensors:
+    """`tensors` as vLLM's packed transfer can unpack them: it gives a scalar no shape back (``view(*[])``), so one goes over as ``[1]``."""
+    for name, tensor in tensors:
+        yield name, tensor if tensor.dim() else tensor.reshape(1)
 
 
 def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> Sending:

@@ -103,6 +103,8 @@ def guard_experts(
         if weight is None:
             raise CheckpointError(f"{weight_name}: the checkpoint's list has no expert {expert_id}, part {shard_id}")
         shape = shapes[name, shard_id]
+        if shape == () and tuple(loaded_weight.shape) == (1,):
+            loaded_weight = loaded_weight.reshape(())  # a server's packed transfer has no scalars
         if loaded_weight.dtype != param.dtype or tuple(loaded_weight.shape) != shape:
             _refuse(weight, name, loaded_weight, param.dtype, shape)
         done = type(layer).weight_loader(

@@ -93,13 +93,18 @@ class Placement:
 
     def served(self, layouts: Layouts) -> Tensor | None:
         """The tensor as the engine holds it, in checkpoint layout; None where this rank cannot tell all of it."""
-        held = self._held(layouts)
-        if held is None or held.dtype == self.meta.dtype:
+        held = self.held(layouts)
+        return None if held is None else self.as_stored(held)
+
+    def as_stored(self, held: Tensor) -> Tensor:
+        """What the engine holds, in the checkpoint's dtype if that loses nothing."""
+        if held.dtype == self.meta.dtype:
             return held
         back = held.to(self.meta.dtype)  # a model that widens a tensor holds the checkpoint's values
         return back if torch.equal(back.to(held.dtype), held) else held
 
-    def _held(self, layouts: Layouts) -> Tensor | None:
+    def held(self, layouts: Layouts) -> Tensor | None:
+        """The tensor in the engine's own dtype, in the checkpoint's shape; None where this rank cannot tell all of it."""
         if self.whole:
             held = self.pieces[0].held(layouts)
             return None if held is None else held.reshape(self.meta.shape)

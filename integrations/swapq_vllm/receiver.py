@@ -183,7 +183,9 @@ def running(llm: "LLM") -> dict[str, tuple[str, str]]:
 
 def _require_awake(llm: "LLM") -> None:
     if "weights" in llm.llm_engine.model_executor.sleeping_tags:
-        raise SyncError('the engine\'s weights sleep, their memory is not there to be written; call llm.wake_up(tags=["weights"]) first')
+        raise SyncError(
+            'the engine\'s weights sleep, their memory is not there to be written; call llm.wake_up(tags=["weights"]) first'
+        )
 
 
 def _require_in_process(llm: "LLM") -> None:

@@ -131,7 +131,7 @@ class Served:
         return found
 
     def verify(self, expected: Mapping[str, str]) -> dict[str, list[str]]:
-        """Compare what is held now with the sender's digests.
+        """Compare what is held now with the sender's digests, of tensors in the engine's dtype or in that of its checkpoint.
 
         Returns:
             Names under ``equal``, ``wrong``, ``unreadable`` (not held whole by this rank, or in a layout that cannot be read back),
@@ -139,22 +139,23 @@ class Served:
         """
         adopt(self.model)
         found: dict[str, list[str]] = {"equal": [], "wrong": [], "unreadable": [], "unsent": []}
-        layouts, digests = Layouts(), Digests()
+        layouts, digests, held = Layouts(), Digests(), Digests()
         for name, placement in self.placements.items():
             if not placement.pieces:
                 continue
-            tensor = placement.served(layouts)
+            tensor = placement.held(layouts)
             if name not in expected:
                 found["unsent"].append(name)
             elif tensor is None:
                 found["unreadable"].append(name)
             else:
-                digests.add(name, tensor)
-        held = digests.result()
-        for name, value in held.items():
-            found["equal" if value == expected[name] else "wrong"].append(name)
+                digests.add(name, placement.as_stored(tensor))
+                held.add(name, tensor)
+        as_stored, as_held = digests.result(), held.result()
+        for name, value in as_stored.items():
+            found["equal" if expected[name] in (value, as_held[name]) else "wrong"].append(name)
         for name, other in self.tied.items():  # the sender's copy of what the engine holds once
-            if name in expected and other in held and expected[name] != held[other]:
+            if name in expected and other in as_held and expected[name] not in (as_stored[other], as_held[other]):
                 found["wrong"].append(name)
         found["unknown"] = sorted(set(expected) - set(self.placements) - set(self.tied))
         return found

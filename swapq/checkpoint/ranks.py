@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from swapq.errors import CheckpointError
@@ -32,7 +33,10 @@ class Ranks:
         """The place of this process, for ``model``."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1, False)
-        sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        # after a forward FSDP2 leaves its root gathered, with plain tensors for parameters
+        sharded = any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+            isinstance(p, DTensor) for p in model.parameters()
+        )
         return cls(dist.get_rank(), dist.get_world_size(), sharded)
 
     @property

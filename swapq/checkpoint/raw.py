@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 
+from swapq.kernels.host import as_array
+
 __all__ = ["as_bytes"]
 
 
 def as_bytes(t: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    array: Any = t.contiguous().reshape(-1).view(torch.uint8).numpy() if t.numel() else b""
+    array: Any = as_array(t.detach().contiguous().reshape(-1).view(torch.uint8)) if t.numel() else b""
     return memoryview(array)

@@ -15,6 +15,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4, ONE_SIXTH
+from swapq.kernels.host import as_array
 
 __all__ = ["bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights"]
 
@@ -121,4 +122,4 @@ def quantize_weights(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts |
 
 
 def _bits(x: Tensor) -> np.ndarray:
-    return x.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+    return as_array(x.detach().reshape(-1).view(torch.int16)).view(np.uint16)

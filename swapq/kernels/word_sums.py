@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swapq.kernels import cpu, dispatch
+from swapq.kernels.host import as_array
 
 __all__ = ["LANE", "add_word_sums", "chunk_keys", "lane_keys"]
 
@@ -87,7 +88,7 @@ def add_word_sums(words: Tensor, into: Tensor) -> None:
 def _add_on_cpu(words: Tensor, into: Tensor) -> None:
     loops = cpu.compiled() if words.numel() > _FEW else None
     lanes, chunks = _host_keys(_table_size(-(-words.numel() // LANE)))
-    sums, bits = into.numpy(), words.numpy()
+    sums, bits = into.numpy(), as_array(words)
     if loops is not None:
         loops.word_sums(bits, lanes, chunks, sums)
         return

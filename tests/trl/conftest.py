@@ -1,5 +1,6 @@
 """Runs a job of `jobs.py` in a process of its own: TRL's colocated engine takes one process's distributed world."""
 
+import importlib
 import json
 import os
 import tempfile
@@ -24,9 +25,9 @@ def _run(name: str, arguments: dict[str, Any], folder: Path, answer: Path, log: 
     tempfile.tempdir = None
     os.chdir(ROOT)
     try:
-        from tests.trl import jobs
-
-        answer.write_text(json.dumps(getattr(jobs, name)(**arguments)))
+        module, _, function = name.rpartition(".")
+        job = getattr(importlib.import_module(f"tests.trl.{module or 'jobs'}"), function)
+        answer.write_text(json.dumps(job(**arguments)))
     except BaseException:
         traceback.print_exc()
         raise
@@ -34,7 +35,7 @@ def _run(name: str, arguments: dict[str, Any], folder: Path, answer: Path, log: 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """`job(name, **arguments)` runs that function of `jobs.py` and returns what it returned."""
+    """`job(name, **arguments)` runs that function of `jobs.py`, or `module.function`, and returns what it returned."""
 
     def run(name: str, **arguments: Any) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(name)
@@ -42,7 +43,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         start: Any = context()
         process = start.Process(target=_run, args=(name, arguments, folder, answer, log))
         process.start()
-        process.join()
+        try:
+            process.join()
+        finally:
+            if process.is_alive():  # the test ran out of time
+                process.kill()
         if process.exitcode != 0:
             pytest.fail(f"job {name}({arguments}) ended with {process.exitcode}\n{log.read_text()[-8000:]}")
         result = json.loads(answer.read_text())

@@ -85,7 +85,11 @@ def test_what_a_server_receives_is_what_a_checkpoint_holds(model: Any, tmp_path:
     generation = server_generation(model, server)
     report = generation.sync_weights()
     swapq.export(model.to(torch.bfloat16), tmp_path)
-    assert {name: tensor_digest(t) for name, t in server.received.items()} == swapq.digest(tmp_path)
+    scalars = {name for name in server.received if name.endswith("weight_scale_2")}
+    assert bool(scalars) == (swapq.recipe_of(model).name == "nvfp4-rl")
+    assert all(server.received[name].shape == (1,) for name in scalars), "vLLM's packed transfer cannot unpack a scalar"
+    received = {name: t.reshape(()) if name in scalars else t for name, t in server.received.items()}
+    assert {name: tensor_digest(t) for name, t in received.items()} == swapq.digest(tmp_path)
     assert report.verified == report.tensors
 
 
@@ -219,3 +223,56 @@ def test_vespo_with_a_sequence_correction_is_refused_as_in_trl() -> None:
     config = GRPOConfig(output_dir="/tmp/x", use_vllm=True, use_cpu=True, report_to="none", loss_type="vespo")
     with pytest.raises(UnsupportedError, match="token_truncate"):
         swapq_trl.GRPOTrainer(tiny(), [len], args=config, train_dataset=None, processing_class=None)
+
+
+class Answering:
+    """A client whose server answers the same to every call; an exception is raised instead."""
+
+    def __init__(self, answer: Any) -> None:
+        self.base_url, self.session, self.answer = "http://server", self, answer
+        self.status_code, self.text = 200, ""
+
+    def post(self, url: str, json: dict[str, Any]) -> "Answering":
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self
+
+    def json(self) -> dict[str, Any]:
+        return {"results": self.answer}
+
+
+def test_a_server_that_fails_at_every_try_is_an_error_with_the_option_to_start_it_with() -> None:
+    from requests.exceptions import RetryError
+
+    from swapq_trl import server
+
+    with pytest.raises(SyncError, match=r"RetryError: too many 500.*--worker-extension-cls"):
+        server.running(Answering(RetryError("too many 500 error responses")))
+
+
+def test_what_a_servers_workers_compute_in_is_put_together_and_must_agree() -> None:
+    from swapq_trl import server
+
+    own: list[dict[str, Any]] = [{"a": ["nvfp4", "nvfp4"]}, {"a": ["nvfp4", "nvfp4"], "b": ["bf16", "bf16"]}]
+    assert server.running(Answering(own)) == {"a": ("nvfp4", "nvfp4"), "b": ("bf16", "bf16")}
+    own[1]["a"] = ["nvfp4", "bf16"]
+    with pytest.raises(SyncError, match=r"a runs as \('nvfp4', 'bf16'\) in worker 1"):
+        server.running(Answering(own))
+
+
+def test_a_server_with_another_recipe_is_refused_when_the_trainer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapq.diagnostics.audit import running as runs_in
+    from swapq_trl import generation
+
+    model = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0)
+    answer = {name: list(formats) for name, formats in runs_in(model, served=True).items()}
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+    def connected(self: Any) -> None:
+        self.vllm_client = Answering([answer])
+
+    monkeypatch.setattr(generation._VLLMGeneration, "_init_vllm", connected)
+    generation.VLLMGeneration(model, Accelerator(cpu=True), None, mode="server")
+    answer[name] = ["nvfp4", "bf16"]
+    with pytest.raises(SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16"):
+        generation.VLLMGeneration(model, Accelerator(cpu=True), None, mode="server")

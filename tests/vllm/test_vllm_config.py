@@ -247,6 +247,24 @@ def test_a_loader_takes_its_own_dtype_and_shape_only_and_counts() -> None:
         arrivals.require(layer, {"w13_weight": slots})
 
 
+def test_a_scalar_may_arrive_with_one_dimension_and_nothing_else_may() -> None:
+    got: list[torch.Size] = []
+
+    class Layer(_Experts):
+        def weight_loader(self, param: Any, loaded: Any, *arguments: Any, return_success: bool = False) -> bool:
+            got.append(loaded.shape)
+            return True
+
+    layer = Layer(torch.float32)
+    load = guard_experts(layer, Arrivals({(0, "w1"): "a.weight"}), {("w13_weight", "w1"): ()})
+    for shape in ((), (1,)):
+        load(layer.w13_weight, torch.ones(shape), "w13_weight", "w1", 0)
+    assert got == [torch.Size([]), torch.Size([])]
+    for shape in ((1, 1), (2,)):
+        with pytest.raises(CheckpointError, match=r"a\.weight"):
+            load(layer.w13_weight, torch.ones(shape), "w13_weight", "w1", 0)
+
+
 def test_parts_of_a_load_that_failed_do_not_count_for_the_next() -> None:
     layer = _Experts(torch.uint8)
     arrivals = Arrivals({(0, "w1"): "a.weight", (0, "w3"): "b.weight"})

@@ -10,6 +10,7 @@ from tests.helpers import recipes
 from tests.vllm import inside
 from tests.vllm.conftest import Exports, tiny
 from tests.vllm.engine import Engine, EngineError
+from tests.vllm.ranks import Pair, judge, observe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -69,3 +70,9 @@ def test_ranks_of_whole_experts_serve_what_one_rank_does(tmp_path: Path) -> None
 def test_another_number_of_ranks_than_the_recipes_is_refused(exports: Exports) -> None:
     with pytest.raises(EngineError, match=r"expert_tp=1|failed to start|initialization failed"):
         Engine(exports("nvfp4-rl"), enforce_eager=True, **TWO)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_ranks_hold_the_trainers_bytes_and_give_its_bits(recipe: str, tmp_path: Path) -> None:
+    pair = Pair(recipe, tmp_path)
+    judge(pair, observe(pair, {}), "cpu")
