@@ -91,7 +91,8 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     if few:
-        return decode.grouped_decode(x, w, fmt, tiles, spread=spread, table=table, bias=bias)
+        # every caller has made x just now, and w and tiles before
+        return decode.grouped_decode(x, w, fmt, tiles, spread=spread, table=table, bias=bias, overlap=True)
     return _expanded(x, w, fmt, tiles, spread=spread, table=table, bias=bias)
 
 

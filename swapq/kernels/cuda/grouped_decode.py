@@ -27,11 +27,15 @@ def tile_tokens(slots: int, experts: int) -> int:
 
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
     """What was fastest on an H200. No result depends on it."""
+    if fmt == "mxfp8":
+        if tokens > 8:
+            return (1, 16, 2, 2)
+        return (1, 8, 2, 2) if blocks * n < 132 * 512 else (2, 8, 2, 2)
     if tokens > 8:
-        return (1, 16, 2, 1) if gated else (2, 8, 2, 2)
+        return (2, 8, 2, 2)
     if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
         return (1, 4, 2, 4)
-    return (1, 8, 2, 3) if gated else (1, 8, 2, 4)
+    return (1, 8, 2, 4) if gated else (2, 4, 2, 4)
 
 
 @lru_cache(maxsize=512)
@@ -77,6 +81,7 @@ def grouped_decode(
     table: Tensor | None = None,
     bias: Tensor | None = None,
     shape: Shape | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
 
@@ -86,6 +91,7 @@ def grouped_decode(
         table: with it the rows are gate and up, and the result is ``bf16(table[gate]) * up``, ``[R, N / 2]``.
         bias: float32 ``[E, N]`` or None.
         shape: for measurements; chosen if it is not given.
+        overlap: begin while the kernel launched before ends. It may have made ``x``, but neither ``w`` nor ``tiles``.
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
     shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
@@ -99,6 +105,6 @@ def grouped_decode(
     kernel.launch(
         (min(items, resident),), 32 * warps, x.values, x.scale, w.codes, w.scales, scale,
         0 if scale is None else scale.stride(0), bias, table, tiles.slots, tiles.table, tiles.rows, tiles.top_k, out,
-        shared=shared, overlap=True,
+        shared=shared, overlap=overlap,
     )  # fmt: skip
     return out
