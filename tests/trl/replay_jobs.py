@@ -140,3 +140,51 @@ def refused() -> dict[str, Any]:
         return jobs.trainer(jobs.tiny(), replay_routing=True, **options)
 
     return {name: jobs.outcome(functools.partial(build, options)) for name, options in asked.items()}
+
+
+def near_ties(model: Any) -> Any:
+    """The model with routers that hardly prefer any expert: rounding decides often, and large experts make it felt."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(0.02)
+    return model
+
+
+def engines_choices(replay_routing: bool) -> dict[str, Any]:
+    """One step on the engine's own choices, which its routers' hook hands over: one request at a time, so that rows need no sorting."""
+    import vllm
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    class Engine(vllm.LLM):
+        def __init__(self, *args: Any, enable_return_routed_experts: bool = False, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.rows: dict[int, list[Tensor]] = {}
+            served = self.llm_engine.model_executor.driver_worker.model_runner.model
+            for runner in (m for m in served.modules() if isinstance(m, MoERunner)):
+                seen = self.rows.setdefault(runner.layer_id, [])
+                runner.router.set_capture_fn(lambda ids, seen=seen: seen.append(ids.clone()))
+
+        def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
+            outputs = []
+            for prompt in prompts:
+                self.reset_prefix_cache()  # a cached token does not pass the router
+                for seen in self.rows.values():
+                    seen.clear()
+                (output,) = super().generate([prompt], sampling_params, **kwargs)
+                count = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+                layers = [torch.cat(self.rows[layer])[:count] for layer in sorted(self.rows)]
+                output.outputs[0].routed_experts = torch.stack(layers, dim=1).to(torch.uint8).numpy()
+                outputs.append(output)
+            return outputs
+
+    vllm.LLM = Engine
+    return on_near_ties("nvfp4-rl", replay_routing=replay_routing, steps=1)
+
+
+def on_near_ties(recipe: str, **settings: Any) -> dict[str, Any]:
+    """Training of a model whose routers are near ties, with vLLM as it is unless another one was put in its place."""
+    model = near_ties(jobs.tiny(layers=3, scale=8.0))
+    swapq.convert(model, tiny_recipe(recipe), **({"last_layers_bf16": 0} if recipe == "nvfp4-rl" else {}))
+    built = jobs.trainer(model, max_completion_length=24, **settings)
+    built.train()
+    return {"history": jobs.logged(built)}

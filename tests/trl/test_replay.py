@@ -102,6 +102,18 @@ def test_a_trainers_own_experts_replayed_leave_the_mismatch_as_it_is(job: Job, r
 
 
 @pytest.mark.vllm
+def test_on_near_ties_the_engines_own_choices_replayed_bring_trainer_and_engine_closer(job: Job) -> None:
+    figures = []
+    for replay in (False, True):
+        (row,) = job("replay_jobs.engines_choices", replay_routing=replay)["history"]
+        figures.append((row["swapq/mismatch_abs_mean"], row["swapq/mismatch_k3"]))
+    print(f"\nmismatch without and with replay: {figures[0][0]:.4f}, {figures[1][0]:.4f}; k3 {figures[0][1]:.5f}, {figures[1][1]:.5f}")
+    assert 0.02 < row["swapq/replay_changed_fraction"] < 0.3
+    assert figures[1][0] < 0.8 * figures[0][0]
+    assert figures[1][1] < 0.5 * figures[0][1]
+
+
+@pytest.mark.vllm
 def test_without_the_option_nothing_is_asked_of_the_engine_and_nothing_travels(job: Job) -> None:
     result = job("replay_jobs.own_choices", recipe="", replay_routing=False)
     assert not result["asked"]
