@@ -182,6 +182,42 @@ def test_a_recomputation_inside_another_replay_keeps_its_own_record() -> None:
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
 
 
+def test_layers_in_torchs_checkpoint_wrapper_replay_too() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = built("qwen3_moe")
+    experts = others(model, prompts().numel())
+    plain = gradients(model, experts, False)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+    wrapped = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients(model, experts, False).items()}
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
+
+
+def test_a_callers_own_checkpoint_replays_while_the_context_is_open() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = built("qwen3_moe")
+    experts = others(model, prompts().numel())
+    expected = gradients(model, experts, True)
+    model.zero_grad()
+    with swapq.replay_routing(model, experts):
+        output: Any = checkpoint(lambda ids: model(ids).logits, prompts(), use_reentrant=False)
+        output.float().square().mean().backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
+
+
+def test_a_model_inside_pefts_wrapper_is_replayed() -> None:
+    import peft
+
+    model = built("qwen3_moe", "nvfp4-rl")
+    experts = others(model, prompts().numel())
+    (expected,) = replayed(model, experts)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert torch.equal(replayed(peft.get_peft_model(model, config).eval(), experts)[0], expected)
+
+
 @pytest.mark.parametrize("family", WEIGHTS)
 def test_gradients_reach_the_router_through_the_weights(family: str) -> None:
     model = built(family).float()
