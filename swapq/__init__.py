@@ -13,6 +13,7 @@ from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
 from swapq.errors import SwapqError
 from swapq.hf import SwapqConfig
+from swapq.nn.replay import record_routing, replay_routing
 from swapq.plan import Plan, plan
 from swapq.qtensor import QTensor, quantize
 from swapq.recipe import Recipe
@@ -33,5 +34,7 @@ __all__ = [
     "plan",
     "quantize",
     "recipe_of",
+    "record_routing",
+    "replay_routing",
     "verify",
 ]

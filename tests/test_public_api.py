@@ -24,6 +24,8 @@ SIGNATURES = {
     "plan": "(model_or_directory, recipe, *, tp=1, ep=1)",
     "quantize": "(x, fmt, *, scope=None, axis=-1, amax=None, block=None)",
     "recipe_of": "(model)",
+    "record_routing": "(model)",
+    "replay_routing": "(model, experts)",
     "verify": "(directory, *, source=None, progress=False)",
 }
 NAMES = {"Plan", "QTensor", "Recipe", "SwapqConfig", "SwapqError", "__version__", *SIGNATURES}

@@ -15,6 +15,7 @@ from swapq.diagnostics.reference import ReferenceKL, completion_logps
 from swapq.diagnostics.spikes import SpikeMeter
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.generation import VLLMGeneration, is_sharded
+from swapq_trl.replay import RoutingReplay
 from swapq_trl.report import SyncReport
 from swapq_trl.rounding import round_as_served
 
@@ -34,6 +35,7 @@ class _SwapqTrainer(_Base):
 
     model: Any
     vllm_generation: Any
+    _generation_class: type[VLLMGeneration] = VLLMGeneration
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class _SwapqTrainer(_Base):
     def _build_generation(self, generation_kwargs: dict[str, Any] | None) -> VLLMGeneration:
         """The engine, from the arguments TRL would have given it."""
         config = self.args
-        return VLLMGeneration(
+        return self._generation_class(
             model=self.model,
             accelerator=self.accelerator,
             processing_class=self.processing_class,
@@ -238,18 +240,19 @@ class _SwapqTrainer(_Base):
         return sums.reduced(lambda x: gather(x.unsqueeze(0)).sum(dim=0), lambda x: gather(x.unsqueeze(0)).max())
 
 
-class GRPOTrainer(_SwapqTrainer, _GRPOTrainer):
+class GRPOTrainer(RoutingReplay, _SwapqTrainer, _GRPOTrainer):
     """TRL's `GRPOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
     Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`. `reference_model`, a BF16 model, adds
-    the KL of the policy against it to the metrics; it is never part of the loss. A model converted with
-    `swapq.convert` is rolled out from the same codes and scales it is trained with; an unconverted one is rolled out as
-    TRL does, with a weight sync that works on a CPU too.
+    the KL of the policy against it to the metrics; it is never part of the loss. `replay_routing=True` computes the policy with the
+    experts that the engine chose (`docs/trl.md`). A model converted with `swapq.convert` is rolled out from the same codes and scales it
+    is trained with; an unconverted one is rolled out as TRL does, with a weight sync that works on a CPU too.
     """
 
     _tag_names = [*_GRPOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it
 
     def _check_config(self, config: Any) -> None:
+        super()._check_config(config)
         corrected = config.vllm_importance_sampling_correction
         if config.loss_type == "vespo" and corrected and not config.vllm_importance_sampling_mode.startswith("token"):
             raise UnsupportedError(

@@ -47,7 +47,8 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
 
     import swapq_trl
 
-    own = ("peft_config", "eval_dataset", "approximate_lora", "engine_options", "reference_model")
+    own = ("peft_config", "eval_dataset", "rollout_func")
+    own += ("approximate_lora", "engine_options", "reference_model", "replay_routing")
     keywords = {name: options.pop(name) for name in own if name in options}
     settings: dict[str, Any] = {
         "output_dir": "/tmp/swapq-test-trainer",
