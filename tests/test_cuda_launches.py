@@ -75,8 +75,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
     for module in (columns, elementwise, quantize, tiles, grouped_decode):
         monkeypatch.setattr(module, "program", noted)
-    for module in (quantize, grouped_decode):
-        monkeypatch.setattr(module, "multiprocessors", lambda _: MULTIPROCESSORS)
+    monkeypatch.setattr(quantize, "multiprocessors", lambda _: MULTIPROCESSORS)
     grouped_decode._kernel.cache_clear()
     yield noted
     grouped_decode._kernel.cache_clear()
