@@ -190,7 +190,9 @@ def test_layers_in_torchs_checkpoint_wrapper_replay_too() -> None:
     plain = gradients(model, experts, False)
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = checkpoint_wrapper(layer)
-    wrapped = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients(model, experts, False).items()}
+    wrapped = {
+        name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients(model, experts, False).items()
+    }
     assert plain.keys() == wrapped.keys()
     assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
 
@@ -272,7 +274,9 @@ def test_sequences_packed_in_one_row_replay_token_by_token() -> None:
         batch = logits(model, prompts())
     rows, length = prompts().shape
     with swapq.replay_routing(model, experts):
-        packed = logits(model, prompts().view(1, -1), position_ids=torch.arange(length).repeat(rows)[None], use_cache=False)
+        packed = logits(
+            model, prompts().view(1, -1), position_ids=torch.arange(length).repeat(rows)[None], use_cache=False
+        )
     torch.testing.assert_close(packed.view(batch.shape), batch, rtol=0, atol=1e-5)
 
 
@@ -309,13 +313,25 @@ def test_after_an_error_inside_the_model_is_as_it_was() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "tokens": (lambda e: e[:, 1:], r"layers.0.mlp routes 36 tokens to 2 experts each, but the record has 35 tokens and 2"),
-    "top_k": (lambda e: e[..., :1], r"layers.0.mlp routes 36 tokens to 2 experts each, but the record has 36 tokens and 1"),
+    "tokens": (
+        lambda e: e[:, 1:],
+        r"layers.0.mlp routes 36 tokens to 2 experts each, but the record has 35 tokens and 2",
+    ),
+    "top_k": (
+        lambda e: e[..., :1],
+        r"layers.0.mlp routes 36 tokens to 2 experts each, but the record has 36 tokens and 1",
+    ),
     "layers": (lambda e: e[:1], r"experts has 1 layers, shape \[1, 36, 2\]; the model has 2 hidden layers, 2 of them"),
     "dimensions": (lambda e: e[0], r"experts has shape \[36, 2\] and dtype torch.int64; expected integers"),
     "dtype": (lambda e: e.float(), r"dtype torch.float32; expected integers"),
-    "an id too large": (lambda e: e.index_fill(1, torch.tensor(7), 8), r"layers.0.mlp: token 7 has the experts \[8, 8\]"),
-    "a repeated id": (lambda e: e.index_fill(1, torch.tensor(3), 0), r"token 3 has the experts \[0, 0\]; expected 2 different"),
+    "an id too large": (
+        lambda e: e.index_fill(1, torch.tensor(7), 8),
+        r"layers.0.mlp: token 7 has the experts \[8, 8\]",
+    ),
+    "a repeated id": (
+        lambda e: e.index_fill(1, torch.tensor(3), 0),
+        r"token 3 has the experts \[0, 0\]; expected 2 different",
+    ),
     "half a record": (
         lambda e: torch.where(torch.arange(2) == 1, -1, e),
         r"layers.0.mlp: token 0 has the experts \[\d, -1\].* or -1 everywhere",

@@ -11,7 +11,11 @@ import swapq
 from tests.trl.conftest import job  # noqa: F401  a fixture
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 SHARED = [(j * 5) % 60 + 3 for j in range(32)]  # two blocks of the prefix cache
 PROMPTS = [SHARED + [(i * 7 + j * 3) % 60 + 3 for j in range(2 + i)] for i in range(16)]
 RECIPES = {"nvfp4-rl": {"last_layers_bf16": 1}, "mxfp8-rl": {}, "bf16": {}}
@@ -131,7 +135,9 @@ def test_replayed_experts_do_not_enlarge_the_mismatch(pair: Any) -> None:
     with swapq.replay_routing(model, experts.flatten(0, 1).transpose(0, 1)) as routing:
         replayed = difference()
     changed = routing.changed_fraction
-    print(f"\n{recipe}: mean |difference| {without:.5f} without, {replayed:.5f} with replay; {changed:.4f} of the choices differ")
+    print(
+        f"\n{recipe}: mean |difference| {without:.5f} without, {replayed:.5f} with replay; {changed:.4f} of the choices differ"
+    )
     assert changed < 0.5  # the engine's experts belong to these tokens and layers: chance alone would agree on 1 %
     assert replayed <= without
 
@@ -144,6 +150,8 @@ def test_the_grpo_trainer_replays_what_its_engine_returns(job: Any, recipe: str,
     replayed = job("replay_jobs.on_near_ties", recipe=recipe, replay_routing=True, **options)["history"]
     figures = [[row["swapq/mismatch_abs_mean"] for row in rows] for rows in (without, replayed)]
     changed = [row["swapq/replay_changed_fraction"] for row in replayed]
-    print(f"\n{recipe}: mismatch by step {figures[0]} without, {figures[1]} with replay; {changed} of the choices differ")
+    print(
+        f"\n{recipe}: mismatch by step {figures[0]} without, {figures[1]} with replay; {changed} of the choices differ"
+    )
     assert all(fraction < 0.5 for fraction in changed)
     assert figures[1][0] <= 1.1 * figures[0][0]  # other samples in the two runs

@@ -57,7 +57,11 @@ def test_a_batch_that_is_not_the_generated_one_is_an_error() -> None:
 
 NOTHING: dict[str, tuple[np.ndarray | None, type[SwapqError], str]] = {
     "none": (None, UnsupportedError, "request 7 came back without routed_experts"),
-    "rows": (np.ones((4, 2, 2)), SwapqError, r"2 \+ 2 tokens, so experts are expected as \[3, layers, top_k\].* \[4, 2, 2\]"),
+    "rows": (
+        np.ones((4, 2, 2)),
+        SwapqError,
+        r"2 \+ 2 tokens, so experts are expected as \[3, layers, top_k\].* \[4, 2, 2\]",
+    ),
     "zeros": (np.zeros((3, 2, 2), np.uint8), UnsupportedError, "expert 0 for every token and layer of request 7"),
 }
 
@@ -107,7 +111,9 @@ def test_on_near_ties_the_engines_own_choices_replayed_bring_trainer_and_engine_
     for replay in (False, True):
         (row,) = job("replay_jobs.engines_choices", replay_routing=replay)["history"]
         figures.append((row["swapq/mismatch_abs_mean"], row["swapq/mismatch_k3"]))
-    print(f"\nmismatch without and with replay: {figures[0][0]:.4f}, {figures[1][0]:.4f}; k3 {figures[0][1]:.5f}, {figures[1][1]:.5f}")
+    print(
+        f"\nmismatch without and with replay: {figures[0][0]:.4f}, {figures[1][0]:.4f}; k3 {figures[0][1]:.5f}, {figures[1][1]:.5f}"
+    )
     assert 0.02 < row["swapq/replay_changed_fraction"] < 0.3
     assert figures[1][0] < 0.8 * figures[0][0]
     assert figures[1][1] < 0.5 * figures[0][1]
