@@ -1,8 +1,9 @@
 """Decode step and prefill of vLLM on 8 layers of Qwen3-30B-A3B's shape: stock BF16, stock NVFP4 (Marlin, weights only), stock FP8, swapq.
 
 Each engine is a process of its own with CUDA graphs and torch.compile, as many at a time as there are GPUs; the checkpoints are synthetic
-and made here. A step is timed as a user sees it; "GPU busy" beside it is what its kernels take, since from some speed on the engine's host
-loop is the slower of the two. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler of a full one would outweigh the experts.
+and made here. A step is timed as a user sees it; "GPU busy" beside it is what its kernels take, since from some speed on the engine's
+host loop is the slower of the two. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler of a full one would
+outweigh the experts.
 """
 
 import json
