@@ -32,7 +32,7 @@ def forced(folder: Path) -> Iterator[Engine]:
 
 def test_without_force_there_is_nothing_to_serve(tmp_path: Path) -> None:
     model = swapq.convert(tiny(), "nvfp4-pretrain", last_layers_bf16=1)
-    with pytest.raises(SwapqError, match="neighbours|other tokens|force_rollout"):
+    with pytest.raises(SwapqError, match=r"neighbours|other tokens|force_rollout"):
         swapq.export(model, tmp_path / "refused")
 
 

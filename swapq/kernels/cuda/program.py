@@ -193,6 +193,11 @@ class Program:
         overlap: bool,
         together: bool,
     ) -> None:
+        for a in args:
+            if isinstance(a, Tensor) and a.get_device() != self._device:
+                raise SwapqError(
+                    f"{self.file}: a tensor {tuple(a.shape)} on {a.device} beside tensors on cuda:{self._device}; move it there first"
+                )
         held = [_argument(a) for a in args]
         addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
         driver = self._driver
