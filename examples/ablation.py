@@ -35,7 +35,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     usual = [configuration.label for configuration in CONFIGURATIONS]
     add("--task", choices=TASKS, default=TASKS[0], help="what is learned (default: arithmetic)")
     add("--size", help=f"of the task's model (default: the first): {SIZES}")
-    add("--only", nargs="+", metavar="LABEL", help=f"configurations, of {', '.join(labels)}; default: {', '.join(usual)}")
+    add(
+        "--only",
+        nargs="+",
+        metavar="LABEL",
+        help=f"configurations, of {', '.join(labels)}; default: {', '.join(usual)}",
+    )
     add(
         "--precision-runs",
         action="store_true",
@@ -90,7 +95,10 @@ def main() -> int:
     try:
         from comparison.page import write_page
     except ModuleNotFoundError as error:
-        print(f"error: no report, since {error.name} is missing: pip install 'swapq[report]', then --report", file=sys.stderr)
+        print(
+            f"error: no report, since {error.name} is missing: pip install 'swapq[report]', then --report",
+            file=sys.stderr,
+        )
         return 1
     measured = []
     if options.task == "arithmetic":
@@ -102,7 +110,9 @@ def main() -> int:
 
 
 def _labels(precision_runs: bool) -> list[str]:
-    return [*PRECISION_BASE, *(c.label for c in PRECISION_RUNS)] if precision_runs else [c.label for c in CONFIGURATIONS]
+    return (
+        [*PRECISION_BASE, *(c.label for c in PRECISION_RUNS)] if precision_runs else [c.label for c in CONFIGURATIONS]
+    )
 
 
 def _carry_out(options: argparse.Namespace) -> list[str]:

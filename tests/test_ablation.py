@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import swapq
 from tests.helpers.examples import import_example
 
 configuration = import_example("comparison.configuration")
@@ -310,18 +309,6 @@ def test_a_run_logs_all_it_writes_and_ends_with_the_schedule(tmp_path: Path) -> 
 def _alive(pid: int) -> bool:
     state = Path(f"/proc/{pid}/stat")
     return state.exists() and state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "eager"),
-    [("bf16", False), ("nvfp4-rl", False), ("mxfp8-rl", False), ("fp8-rollout", True), ("int4-qat", True)],
-)
-def test_an_engine_is_eager_where_its_formats_have_no_kernels_that_a_graph_holds(recipe: str, eager: bool) -> None:
-    job_of = import_example("comparison.job").job_of
-    engine_options = import_example("comparison.training").engine_options
-    options = engine_options(job_of("arithmetic", "tiny"), swapq.Recipe.named(recipe), eager=False)
-    assert options.get("enforce_eager", False) is eager
-    assert engine_options(job_of("arithmetic", "tiny"), swapq.Recipe.named(recipe), eager=True)["enforce_eager"]
 
 
 def test_the_usual_command_line_is_the_main_job() -> None:

@@ -167,6 +167,30 @@ def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -
     assert "cubin" in built.asm
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from swapq.kernels.stored_gemm import _kernel
+
+    signature = {
+        "x": "*bf16" if group else "*fp16", "x_scale": "*fp32", "codes": "*u8", "scales": "*bf16" if group else "*fp32",
+        "scale_row": "*i32", "bias": "*fp32", "slots": "*i32", "tiles": "*i32", "y": "*bf16", "rows": "i32", "top_k": "i32",
+        "N": "i32", "K": "i32", "BLOCKS": "i32", "SCALE_ROWS": "i32",
+    }  # fmt: skip
+    constants = {
+        "INT4": group > 0, "SPREAD": True, "SORTED": False, "DENSE": False, "HAS_BIAS": True, "GROUP": group,
+        "BM": 64, "BN": 128, "BK": 128,
+    }  # fmt: skip
+    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 3})
+    assert "cubin" in built.asm
+    assert built.metadata.shared <= 227 << 10
+
+
 def least_sum(v: np.ndarray) -> np.ndarray:
     """``e2m1_sum`` of contract.cuh: float64 holds each sum exactly, so one rounding to float32 is that of a fused multiply-add."""
     wide = v.astype(np.float64)

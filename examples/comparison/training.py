@@ -20,7 +20,6 @@ from comparison.clock import StepClock
 from comparison.job import Job, job_of
 from comparison.memory import peak_bytes, saved_for_backward
 from comparison.schedule import Order
-from swapq.kernels.cuda.quantize import GROUPS
 from swapq_trl import GRPOTrainer
 
 __all__ = ["METRICS", "engine_options", "run", "run_to_file"]
@@ -43,13 +42,12 @@ METRICS = {
 _GRAPHS = [16, 64, 128]
 
 
-def engine_options(job: Job, recipe: swapq.Recipe, *, eager: bool) -> dict[str, Any]:
+def engine_options(job: Job, *, eager: bool) -> dict[str, Any]:
     """More arguments of the rollout engine than the main job has.
 
-    Formats without kernels of their own run torch code, which no CUDA graph can hold: their engine is eager. The size of the KV cache
-    is given, where vLLM would otherwise measure free memory: that fails while neighbours on the device allocate and free theirs.
+    The size of the KV cache is given, where vLLM would otherwise measure free memory: that fails while neighbours on the device
+    allocate and free theirs.
     """
-    eager = eager or not {"bf16", *GROUPS}.issuperset(recipe.weights.values())
     options: dict[str, Any] = {"enforce_eager": True} if eager else {}
     if job.kv_cache_bytes is not None:
         options["kv_cache_memory_bytes"] = job.kv_cache_bytes
@@ -80,7 +78,7 @@ def run(order: Order) -> dict[str, Any]:
         train_dataset=job.prompts(16 * order.steps, order.seed),
         processing_class=tokenizer,
         reference_model=reference,
-        engine_options=engine_options(job, recipe, eager=order.eager),
+        engine_options=engine_options(job, eager=order.eager),
     )
     trainer.remove_callback(PrinterCallback)
     clock = StepClock(trainer, reference)

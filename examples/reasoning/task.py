@@ -16,7 +16,17 @@ from datasets import Dataset
 import swapq
 from reasoning import INSTALL
 
-__all__ = ["EXERCISES", "Exercise", "entries", "exact_rate", "prompts", "reward", "score", "supervised_batch", "version"]
+__all__ = [
+    "EXERCISES",
+    "Exercise",
+    "entries",
+    "exact_rate",
+    "prompts",
+    "reward",
+    "score",
+    "supervised_batch",
+    "version",
+]
 
 MAX_PROMPT_TOKENS = 96
 MAX_COMPLETION_TOKENS = 24

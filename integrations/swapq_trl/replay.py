@@ -83,7 +83,9 @@ def padded(sequences: Sequence[RoutedSequence], input_ids: Tensor, attention_mas
     """
     batch, width = input_ids.shape
     if batch != len(sequences):
-        raise SwapqError(f"replay_routing: the batch has {batch} sequences, the engine's last call generated {len(sequences)}")
+        raise SwapqError(
+            f"replay_routing: the batch has {batch} sequences, the engine's last call generated {len(sequences)}"
+        )
     rows = input_ids.tolist()
     wide = any(sequence.experts.dtype == torch.int16 for sequence in sequences)
     shape = (batch, width, *sequences[0].experts.shape[1:])
@@ -167,7 +169,9 @@ class RoutingReplay(_Base):
         self._record: Tensor | None = None
         super().__init__(*args, **kwargs)
         if replay_routing and not self.use_vllm:
-            raise UnsupportedError("replay_routing=True replays what a vLLM engine chose, but the trainer was built with use_vllm=False")
+            raise UnsupportedError(
+                "replay_routing=True replays what a vLLM engine chose, but the trainer was built with use_vllm=False"
+            )
 
     def _check_config(self, config: Any) -> None:
         super()._check_config(config)
@@ -230,7 +234,9 @@ class RoutingReplay(_Base):
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         if kwargs.get("pixel_values") is not None:
-            raise UnsupportedError("replay_routing=True with images: an image's tokens are not the same in the trainer and the engine")
+            raise UnsupportedError(
+                "replay_routing=True with images: an image's tokens are not the same in the trainer and the engine"
+            )
         first = self._first_logps is not None and not self._first_logps  # the weights are those that were sampled with
         replaying = _Replaying(model, record)
         result = super()._get_per_token_logps_and_entropies(

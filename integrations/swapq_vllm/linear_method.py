@@ -69,6 +69,7 @@ class SwapqLinearMethod(LinearMethodBase):
             layer.register_parameter(name, parameter)
             for attribute, value in {"input_dim": 1, "output_dim": 0, "weight_loader": loaders[part]}.items():
                 setattr(parameter, attribute, value)
+        self.counts: Tensor | None = None
         layer.swapq_operands = None
 
     def _require_whole_tiles(self, columns: int, every_column: int, rows: list[int], every_row: int) -> None:
@@ -95,6 +96,8 @@ class SwapqLinearMethod(LinearMethodBase):
         slots = list(self.arrivals.expected)
         self.arrivals.require(layer, {name: slots for name in suffixes.values()})
         self.require_sound(layer)
+        if self.tiles is not None:  # made here, since a CUDA graph cannot hold a copy from the host
+            self.counts = torch.tensor(self._rows_per_tile(), device=layer.weight.device)
         self.after_copies(layer)
 
     def takes_copies(self, layer: Any) -> bool:
@@ -133,11 +136,10 @@ class SwapqLinearMethod(LinearMethodBase):
 
     def _parts(self, layer: Any) -> Parts:
         scales = getattr(layer, formats.get(self.format).suffixes["scales"]).data
-        if self.tiles is None:
+        if self.counts is None:
             return Parts(layer.weight.data, scales)
         # each part of a merged linear has tiles of its own: one row of scales per row of the weight
-        counts = torch.tensor(self._rows_per_tile(), device=scales.device)
-        return Parts(layer.weight.data, scales.repeat_interleave(counts, dim=0, output_size=sum(self.sizes)))
+        return Parts(layer.weight.data, scales.repeat_interleave(self.counts, dim=0, output_size=sum(self.sizes)))
 
     def _rows_per_tile(self) -> list[int]:
         tile = formats.get(self.format).tile_rows

@@ -1,7 +1,7 @@
 """The plugin's custom ops: the trainer's expert block and linear, opaque to torch.compile, with weights passed as flat tensors.
 
-On a Hopper GPU NVFP4 and MXFP8 run on kernels that a CUDA graph can hold. Where they do not reach (other
-formats, other GPUs, odd shapes) the bodies run torch code whose routing reads token counts on the host: right, but it synchronizes and
+On a Hopper GPU experts and linears run on kernels that a CUDA graph can hold. Where they do not reach (slices of ``expert_tp``, other
+GPUs, odd shapes) the bodies run torch code whose routing reads token counts on the host: right, but it synchronizes and
 cannot be captured; the experts' method says so when the engine starts (:func:`capturable`).
 """
 
@@ -77,8 +77,9 @@ def routed_experts(
         activations: format of the rows.
         act, gated: the gate.
     """
+    name, _, scope = stored.partition(":")
     if stored and capturable(
-        x.device, stored, activations, act, gated, _logical(gate_up, stored), _logical(down, stored)
+        x.device, name, activations, act, gated, _logical(gate_up, stored), _logical(down, stored)
     ):
         from swapq.kernels import fast
 
@@ -88,8 +89,9 @@ def routed_experts(
             topk_weights.float().contiguous(),
             Parts(*gate_up),
             Parts(*down),
-            stored,
+            name,
             activation_table(act, x.device),
+            scope=scope or None,
             local_of=None if expert_map is None else expert_map.to(torch.int32),
         )
     ids = topk_ids if expert_map is None else _local(topk_ids.to(torch.int64), expert_map)

@@ -11,6 +11,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.errors import UnsupportedError
 from swapq.formats import Parts
+from swapq.formats.int4 import INT4
 from swapq.kernels import cpu, reference
 
 __all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
@@ -56,7 +57,9 @@ def kernels(device: torch.device) -> bool:
 
 def fast(device: torch.device, weights: str, activations: str, shape: Sequence[int], slices: int = 1) -> bool:
     """Whether a linear of weight ``shape`` ``[..., N, K]`` runs on ``swapq.kernels.fast``; else on the reference (other bits)."""
-    if not kernels(device) or weights != activations or slices != 1:
+    if not kernels(device) or slices != 1:
+        return False
+    if activations != ("bf16" if isinstance(formats.get(weights), INT4) else weights):
         return False
     from swapq.kernels.fast import fits
 
@@ -131,6 +134,7 @@ def choices() -> list[Choice]:
         Choice("quantize nvfp4, mxfp8", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
         Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
         Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),
+        Choice("fp8_block, int4 products", "cuda", "Triton on stored codes", same),
         Choice("gradients", "cuda", "torch grouped GEMM", "BF16 operands, float32 sums"),
-        Choice("fp8_block, int4, expert_tp slices", "cuda", "torch reference", exact),
+        Choice("expert_tp slices; low_precision of fp8_block", "cuda", "torch reference", exact),
     ]

@@ -1,13 +1,15 @@
 """The expert block and the linear on a GPU: which kernels run them, for the trainer and for the engine.
 
-Every path adds the products of a row in one order (cuda/order.cuh), so they give the same bits: many tokens per expert go through weights
-expanded once and a Triton GEMM, few through codes expanded in registers, and the trainer's rows equal the engine's.
+FP8 block and INT4 go to ``stored``. NVFP4 and MXFP8 stay here, where every path adds the products of a row in one order (cuda/order.cuh):
+many tokens per expert go through weights expanded once and a Triton GEMM, few through codes expanded in registers, and the trainer's rows
+equal the engine's.
 """
 
 import torch
 from torch import Tensor
 
 from swapq.formats import Parts
+from swapq.kernels import stored
 from swapq.kernels.cuda import grouped_decode as decode
 from swapq.kernels.cuda.elementwise import combine
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, length, padded, row_operand
@@ -23,20 +25,26 @@ _PIECE_BYTES = 8 << 20
 
 
 def fits(fmt: str, n: int, k: int) -> bool:
-    """Whether the kernels take a matrix ``[N, K]``: rows of 16-byte pieces, and whole tiles of 16 rows for gate and for up."""
-    return fmt in GROUPS and k % 32 == 0 and n % 32 == 0
+    """Whether the kernels take a matrix ``[N, K]``. NVFP4 and MXFP8 want rows in 16-byte pieces, gate and up in tiles of 16 rows."""
+    return (k % 32 == 0 and n % 32 == 0) if fmt in GROUPS else stored.fits(fmt, n, k)
 
 
-def routed_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, routing: Routing, *, gather: bool) -> Tensor:
+def routed_rows(
+    x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, *, gather: bool
+) -> Tensor:
     """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
+    if fmt not in GROUPS:
+        return stored.routed_rows(x, w, fmt, scope, bias, routing, gather=gather)
     from swapq.kernels.grouped_gemm import TILE_ROWS
 
     tiles = tiles_of(routing, TILE_ROWS)
     return _expanded(row_operand(x.contiguous(), fmt), w, fmt, tiles, spread=gather, in_order=True, bias=_float(bias))
 
 
-def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
+def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
+    if fmt not in GROUPS:
+        return stored.dense_linear(x, w, fmt, bias, scope=scope)
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     one = Parts(w.codes[None], w.scales[None], None if w.global_scale is None else w.global_scale.reshape(1))
     return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).view(*x.shape[:-1], -1)
@@ -61,6 +69,7 @@ def stored_block(
     fmt: str,
     table: Tensor,
     *,
+    scope: str | None = None,
     local_of: Tensor | None = None,
 ) -> Tensor:
     """The block of contract section 4 over stored codes: BF16 ``[T, H]`` from BF16 ``x [T, H]``. No value is read on the host.
@@ -69,8 +78,11 @@ def stored_block(
         ids, weights: int32 or int64 and float32 ``[T, k]``.
         gate_up, down: stored weights ``[E, 2I, H]`` and ``[E, H, I]``.
         table: BF16 ``[65536]``, the activation of every BF16 number.
+        scope: of ``gate_up``, where it is not the format's default.
         local_of: local id of each global id; None where ids are local.
     """
+    if fmt not in GROUPS:
+        return stored.stored_block(x, ids, weights, gate_up, down, fmt, table, scope=scope, local_of=local_of)
     experts = gate_up.codes.shape[0]
     few = ids.numel() <= _FEW * experts
     tiles = route(ids, experts, decode.tile_tokens(ids.numel(), experts) if few else 128, local_of=local_of)

@@ -156,7 +156,8 @@ class StoredExpertLinear:
     def __call__(self, x: Tensor, routing: Routing, *, gather: bool) -> Tensor:
         from swapq.kernels import fast
 
-        return fast.routed_rows(x, self.weight.parts, self.weight.format, self.bias, routing, gather=gather)
+        w = self.weight
+        return fast.routed_rows(x, w.parts, w.format, w.scope, self.bias, routing, gather=gather)
 
 
 def gathered(operand: Operand, routing: Routing) -> Operand:

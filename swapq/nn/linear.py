@@ -24,7 +24,7 @@ def frozen_linear(x: Tensor, weight: QTensor, bias: Tensor | None, activations: 
     if dispatch.fast(x.device, weight.format, activations, weight.shape):
         from swapq.kernels import fast
 
-        return fast.dense_linear(x, weight.parts, weight.format, bias)
+        return fast.dense_linear(x, weight.parts, weight.format, bias, scope=weight.scope)
     values, scale = weight.operand()
     stack = FrozenExpertLinear(
         values[None], None if scale is None else scale[None], activations, None if bias is None else bias[None]

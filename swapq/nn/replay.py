@@ -75,7 +75,9 @@ class Routing:
 
     def choose(self, block: _Block, topk: Callable[[], Any], scores: Tensor, k: int) -> Any:
         """What the block's ``topk`` over ``scores`` ``[tokens, experts]`` returns: values and int64 ids ``[tokens, k]``."""
-        recomputed = torch._C._current_graph_task_id() != -1  # checkpointing runs the layer again inside the backward pass
+        recomputed = (
+            torch._C._current_graph_task_id() != -1
+        )  # checkpointing runs the layer again inside the backward pass
         if self._given is None:
             values, ids = topk()
             if not recomputed:

@@ -1,0 +1,111 @@
+"""Expert block and linear on a GPU for formats whose scales change along K (FP8 block) or that hold weights alone (INT4).
+
+The signatures are those of ``fast``, which sends these formats here. One Triton kernel runs every number of rows (stored_gemm.py).
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from swapq import formats
+from swapq.formats import Operand, Parts
+from swapq.formats.fp8_block import BLOCK
+from swapq.formats.int4 import INT4
+from swapq.kernels.cuda.elementwise import combine, swiglu
+from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
+from swapq.kernels.routing import Routing
+
+__all__ = ["dense_linear", "fits", "routed_rows", "stored_block"]
+
+
+def fits(fmt: str, n: int, k: int) -> bool:
+    """Whether the kernel takes a matrix ``[N, K]`` in ``fmt``; lengths need not be whole blocks."""
+    return (fmt == "fp8_block" or isinstance(formats.get(fmt), INT4)) and k % 16 == 0
+
+
+def routed_rows(
+    x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, *, gather: bool
+) -> Tensor:
+    """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
+    from swapq.kernels.stored_gemm import TILE_ROWS
+
+    tiles = tiles_of(routing, TILE_ROWS)
+    return _product(_rows(x.contiguous(), fmt), w, fmt, scope, tiles, spread=gather, in_order=True, bias=bias)
+
+
+def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
+    """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
+    from swapq.kernels.stored_gemm import TILE_ROWS
+
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1]).contiguous()
+    one, scope = Parts(w.codes[None], w.scales[None]), scope or formats.get(fmt).default_scope
+    tiles = dense_tiles(rows.shape[0], TILE_ROWS)
+    y = _product(_rows(rows, fmt), one, fmt, scope, tiles, spread=False, bias=None if bias is None else bias[None])
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def stored_block(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Parts,
+    down: Parts,
+    fmt: str,
+    table: Tensor,
+    *,
+    scope: str | None = None,
+    local_of: Tensor | None = None,
+) -> Tensor:
+    """The block of contract section 4, as :func:`swapq.kernels.fast.stored_block`; ``scope`` is that of ``gate_up``."""
+    from swapq.kernels.stored_gemm import TILE_ROWS
+
+    experts, default = gate_up.codes.shape[0], formats.get(fmt).default_scope
+    tiles = route(ids, experts, TILE_ROWS, local_of=local_of)
+    h = swiglu(_product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True), table)
+    y = _product(_rows(h, fmt), down, fmt, default, tiles, spread=False)
+    return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
+
+
+def _rows(x: Tensor, fmt: str) -> Operand:
+    """The operand of BF16 rows: E4M3 values in FP16, with a scale per 128 of K; rows beside INT4 weights as they are."""
+    if fmt != "fp8_block":
+        return Operand(x, None)
+    form = formats.get(fmt)
+    parts = form.quantize(x, scope=form.row_scope, axis=-1)
+    return Operand(parts.codes.to(torch.float16), parts.scales.contiguous())
+
+
+def _product(
+    x: Operand,
+    w: Parts,
+    fmt: str,
+    scope: str,
+    tiles: Tiles,
+    *,
+    spread: bool,
+    in_order: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    from swapq.kernels.stored_gemm import stored_gemm
+
+    form, bias = formats.get(fmt), None if bias is None else bias.to(torch.bfloat16).float().contiguous()
+    codes, scales = w.codes, w.scales.contiguous()
+    if isinstance(form, INT4):
+        codes = codes if codes.dtype == torch.uint8 else form.stored(Parts(codes, scales)).codes
+        return stored_gemm(
+            x, codes.contiguous(), scales, tiles, spread=spread, in_order=in_order, bias=bias, group=form.block
+        )
+    rows = _scale_rows(codes.shape[1], scales.shape[-2], scope, codes.device)
+    codes = codes.contiguous().view(torch.uint8)
+    return stored_gemm(x, codes, scales, tiles, spread=spread, in_order=in_order, bias=bias, scale_row=rows)
+
+
+@lru_cache(maxsize=256)
+def _scale_rows(rows: int, scale_rows: int, scope: str, device: torch.device) -> Tensor:
+    """int32 ``[rows]``: which row of scales each row of a weight has. Few shapes exist, and a captured graph may read what is kept here."""
+    row = torch.arange(rows, dtype=torch.int32, device=device)
+    if scale_rows == rows and rows > 1:  # already one per row
+        return row
+    half = rows // 2 if scope == "halves" else rows
+    return row // half * -(-half // BLOCK) + row % half // BLOCK

@@ -1,0 +1,119 @@
+"""Grouped GEMM over stored codes of formats whose scales change along K, in Triton: FP8 block and INT4 (contract section 7).
+
+    fp8_block   y = sum over 128-long slices of K, ascending, of  f32(x_codes @ w_codes.T) * f32(s_x * s_w)
+    int4        y = x @ bf16(code * s).T, even elements of K in front of odd ones within each BK
+
+One shape of blocks serves every number of rows, so a row's bits depend on nothing but the row and the weights, in the trainer and in the
+engine. Sums are float32 where the reference's are rounded from float64: equal to it up to the order of sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swapq.formats import Operand
+from swapq.kernels.cuda.tiles import Tiles
+
+__all__ = ["TILE_ROWS", "stored_gemm"]
+
+TILE_ROWS = 64
+_COLUMNS, _SLICE, _WARPS, _STAGES = 128, 128, 8, 3
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(
+    x, x_scale, codes, scales, scale_row, bias, slots, tiles, y, rows, top_k,
+    N, K, BLOCKS, SCALE_ROWS,
+    INT4: tl.constexpr, SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(N, BN)
+    tile = tl.program_id(0) // blocks
+    if DENSE:
+        expert = tl.zeros((), tl.int64)
+        first = tile * BM
+        count = rows - first
+    else:
+        if tile >= tl.load(tiles):
+            return
+        expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
+        first = tl.load(tiles + 2 + 3 * tile)
+        count = tl.load(tiles + 3 + 3 * tile)
+    m = tl.arange(0, BM)
+    inside = m < count
+    place = (first + tl.where(inside, m, 0)).to(tl.int64)
+    slot = place if DENSE else tl.load(slots + place).to(tl.int64)
+    out_row = place if SORTED else slot
+    row = slot // top_k if SPREAD else out_row
+    n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
+    column = n % N  # past the end the loads wrap around; the store is masked
+    acc = tl.zeros((BM, BN), tl.float32)
+    if INT4:
+        half = tl.arange(0, BK // 2)
+        for start in range(0, K, BK):
+            k = start + 2 * half
+            here = k < K
+            even = tl.load(x + row[:, None] * K + k[None, :], mask=here[None, :], other=0.0)
+            odd = tl.load(x + row[:, None] * K + k[None, :] + 1, mask=here[None, :], other=0.0)
+            line = (expert * N + column)[None, :]
+            both = tl.load(codes + line * (K // 2) + (k // 2)[:, None], mask=here[:, None], other=0).to(tl.int32)
+            scale = tl.load(scales + line * BLOCKS + (k // GROUP)[:, None], mask=here[:, None], other=0.0).to(
+                tl.float32
+            )
+            low = ((both & 15) ^ 8) - 8  # two's complement
+            high = ((both >> 4) ^ 8) - 8
+            acc = tl.dot(even, (low.to(tl.float32) * scale).to(tl.bfloat16), acc)
+            acc = tl.dot(odd, (high.to(tl.float32) * scale).to(tl.bfloat16), acc)
+    else:
+        w_row = expert * SCALE_ROWS + tl.load(scale_row + column).to(tl.int64)
+        for block in range(BLOCKS):
+            k = block * BK + tl.arange(0, BK)
+            here = k < K
+            a = tl.load(x + row[:, None] * K + k[None, :], mask=here[None, :], other=0.0)
+            bits = tl.load(codes + (expert * N + column)[None, :] * K + k[:, None], mask=here[:, None], other=0)
+            part = tl.dot(a, bits.to(tl.float8e4nv, bitcast=True).to(tl.float16))
+            s_x = tl.load(x_scale + row * BLOCKS + block)
+            s_w = tl.load(scales + w_row * BLOCKS + block)
+            acc = acc + part * (s_x[:, None] * s_w[None, :])
+    if HAS_BIAS:
+        acc = acc + tl.load(bias + expert * N + column)[None, :]
+    tl.store(y + out_row[:, None] * N + n[None, :], acc.to(tl.bfloat16), mask=inside[:, None] & (n < N)[None, :])
+
+
+def stored_gemm(
+    x: Operand,
+    codes: Tensor,
+    scales: Tensor,
+    tiles: Tiles,
+    *,
+    spread: bool,
+    group: int = 0,
+    scale_row: Tensor | None = None,
+    in_order: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
+
+    Args:
+        x: values ``[M, K]``, a row per token (``spread``) or per row of the output: FP16, which holds E4M3 exactly, with float32 scale
+            ``[M, ceil(K/128)]``; BF16 without scale beside INT4.
+        codes: uint8 ``[E, N, K]``, E4M3 bits; or ``[E, N, K/2]``, two INT4 codes a byte.
+        scales: float32 ``[E, S, ceil(K/128)]``; or BF16 ``[E, N, K/group]``.
+        tiles: of ``TILE_ROWS`` slots.
+        group: elements that share a scale of INT4; 0 says that the codes are E4M3.
+        scale_row: int32 ``[N]``, row of ``scales`` of each row of the weight (E4M3).
+        in_order: as in :func:`swapq.kernels.grouped_gemm.grouped_gemm`.
+        bias: float32 ``[E, N]`` or None.
+    """
+    n, k = codes.shape[1], x.values.shape[1]
+    out = torch.empty(tiles.rows, n, dtype=torch.bfloat16, device=codes.device)
+    grid = (tiles.most * triton.cdiv(n, _COLUMNS),)
+    with torch.cuda.device_of(codes):  # Triton launches on the current device
+        _kernel[grid](
+            x.values, x.scale, codes, scales, scale_row, bias, tiles.slots, tiles.table, out, tiles.rows, tiles.top_k,
+            n, k, scales.shape[-1], scales.shape[-2],
+            INT4=group > 0, SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, HAS_BIAS=bias is not None, GROUP=group,
+            BM=tiles.tokens, BN=_COLUMNS, BK=_SLICE, num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

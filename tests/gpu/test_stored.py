@@ -1,0 +1,146 @@
+"""FP8 block and INT4 on a GPU: any number of rows has one set of bits, in the trainer and in the engine, near the reference's."""
+
+import pytest
+import torch
+
+import swapq
+from swapq import formats
+from swapq.formats import Parts
+from swapq.kernels import dispatch
+from swapq.nn.gate import activation_table
+from tests.gpu.test_kernels import CUDA, E, H, I, routed, sample
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+FORMATS = ("fp8_block", "int4_g32", "int4")
+SIZES = [(H, I), (160, 96), (2048, 768)]
+RECIPES = {
+    "fp8-block-rl": {},
+    "int4-qat": {"weights": {"routed_experts": "int4_g32"}},
+}
+
+
+def block(fmt: str, hidden: int, inner: int) -> tuple[Parts, Parts, str]:
+    form = formats.get(fmt)
+    scope = form.scope_of_stack(2 * inner, 2)
+    up = swapq.quantize(sample("normal", E, 2 * inner, hidden, seed=1) * 0.05, fmt, scope=scope)
+    down = swapq.quantize(sample("normal", E, hidden, inner, seed=2) * 0.05, fmt)
+    return form.stored(up.parts), form.stored(down.parts), scope
+
+
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "inner"), [(f, h, i) for f in FORMATS for h, i in SIZES if f != "int4" or i % 128 == 0]
+)
+def test_a_row_has_the_same_bits_in_every_batch(fmt: str, hidden: int, inner: int) -> None:
+    from swapq.kernels import fast
+
+    up, down, scope = block(fmt, hidden, inner)
+    x, ids, weights = routed(700, hidden)
+    table = activation_table("silu", CUDA)
+    many = fast.stored_block(x, ids, weights, up, down, fmt, table, scope=scope)
+    assert many.isfinite().all()
+    for tokens in (1, 3, 64, 200):
+        few = fast.stored_block(x[:tokens], ids[:tokens], weights[:tokens], up, down, fmt, table, scope=scope)
+        assert torch.equal(few, many[:tokens]), tokens
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_block_is_the_reference_up_to_the_order_of_sums(fmt: str) -> None:
+    from swapq.kernels import fast
+    from swapq.nn.expert_block import FrozenExpertLinear, expert_block
+    from swapq.nn.gate import Gate
+
+    up, down, scope = block(fmt, H, I)
+    x, ids, weights = routed(100)
+    found = fast.stored_block(x, ids, weights, up, down, fmt, activation_table("silu", CUDA), scope=scope)
+    form, rows = formats.get(fmt), fmt if fmt == "fp8_block" else "bf16"
+    with dispatch.use("reference"):
+        linears = [
+            FrozenExpertLinear(*form.operand(form.loaded(p), scope=s, axis=-1), rows)
+            for p, s in ((up, scope), (down, form.default_scope))
+        ]
+        expected = expert_block(x, ids.long(), weights, *linears, num_experts=E, gate=Gate("silu"))
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 3e-3
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cuda_graph_holds_the_block(fmt: str) -> None:
+    from swapq.kernels import fast
+
+    up, down, scope = block(fmt, H, I)
+    x, ids, weights = routed(24)
+    table = activation_table("silu", CUDA)
+    fast.stored_block(x, ids, weights, up, down, fmt, table, scope=scope)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.stored_block(x, ids, weights, up, down, fmt, table, scope=scope)
+    other, other_ids, other_weights = routed(24, seed=9)
+    x.copy_(other), ids.copy_(other_ids), weights.copy_(other_weights)
+    graph.replay()
+    assert torch.equal(out, fast.stored_block(other, other_ids, other_weights, up, down, fmt, table, scope=scope))
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
+    from swapq.kernels import fast
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe().to(CUDA, torch.bfloat16)
+    swapq.convert(model, recipe, last_layers_bf16=0, **RECIPES[recipe])
+    experts = model.model.layers[0].mlp.experts
+    fmt, hidden = experts.spec.weights, experts.swapq_layout.hidden
+    g = torch.Generator(CUDA).manual_seed(5)
+    weights, ids = torch.topk(torch.rand(33, experts.swapq_layout.num_experts, device=CUDA, generator=g), 2)
+    x = sample("normal", 33, hidden)
+    trained = experts(x, ids, weights)
+    assert trained.requires_grad
+    q = experts.quantized()
+    up, down = (formats.get(fmt).stored(q[n].parts) for n in experts.weight_names())
+    table, scope = activation_table(experts.act_fn, CUDA), q[experts.up_name].scope
+    assert torch.equal(trained, fast.stored_block(x, ids, weights, up, down, fmt, table, scope=scope))
+    with torch.no_grad():
+        assert torch.equal(trained, experts(x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [
+        ("fp8-block-rl", "low_precision"),
+        ("fp8-block-rl", "high_precision"),
+        ("fp8-block-rl", "dequantized"),
+        ("int4-qat", "dequantized"),
+    ],
+)
+def test_a_training_step_is_the_reference_up_to_the_order_of_sums(recipe: str, mode: str) -> None:
+    from tests.helpers.models import qwen3_moe
+
+    model = qwen3_moe().to(CUDA, torch.bfloat16)
+    swapq.convert(model, recipe, backward=mode, last_layers_bf16=0, **RECIPES[recipe])
+    ids = torch.arange(1, 60, device=CUDA)[None]
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad(set_to_none=True)
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    logits, grads = step()
+    with dispatch.use("reference"):
+        expected, expected_grads = step()
+    assert float((logits - expected).float().norm() / expected.float().norm()) < 2e-2
+    for name, grad in grads.items():
+        error = (grad - expected_grads[name]).float().norm() / expected_grads[name].float().norm().clamp(min=1e-12)
+        assert float(error) < 0.1, (name, float(error))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_linear_has_the_same_bits_for_any_number_of_rows(fmt: str, rows: int) -> None:
+    from swapq.nn.linear import frozen_linear
+
+    q, bias = swapq.quantize(sample("normal", 416, 256, seed=4) * 0.05, fmt), sample("normal", 416, seed=6)
+    x, activations = sample("heavy tails", rows, 256, seed=5), fmt if fmt == "fp8_block" else "bf16"
+    y = frozen_linear(x, q, bias, activations)
+    assert torch.equal(y[:1], frozen_linear(x[:1], q, bias, activations))
+    with dispatch.use("reference"):
+        expected = frozen_linear(x, q, bias, activations)
+    assert float((y.float() - expected.float()).norm() / expected.float().norm()) < 3e-3
