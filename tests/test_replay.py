@@ -178,6 +178,7 @@ def test_a_recomputation_inside_another_replay_keeps_its_own_record() -> None:
     with swapq.replay_routing(model, first):
         loss = model(prompts()).logits.float().square().mean()
     with swapq.replay_routing(model, second):
+        model(prompts())
         loss.backward()
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
 
@@ -293,8 +294,9 @@ def test_a_record_may_have_all_hidden_layers_or_those_with_experts() -> None:
 def test_the_innermost_replay_counts_and_the_outer_one_returns() -> None:
     model = built("qwen3_moe")
     plain, experts = own(model, prompts())
+    inner = others(model, prompts().numel())
     with swapq.replay_routing(model, experts):
-        with swapq.replay_routing(model, others(model, prompts().numel())):
+        with swapq.replay_routing(model, inner):
             assert not torch.equal(logits(model, prompts()), plain)
         assert torch.equal(logits(model, prompts()), plain)
 
@@ -312,7 +314,7 @@ def test_after_an_error_inside_the_model_is_as_it_was() -> None:
     copy.deepcopy(model)
 
 
-WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "tokens": (
         lambda e: e[:, 1:],
         r"layers.0.mlp routes 36 tokens to 2 experts each, but the record has 35 tokens and 2",
@@ -323,6 +325,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "layers": (lambda e: e[:1], r"experts has 1 layers, shape \[1, 36, 2\]; the model has 2 hidden layers, 2 of them"),
     "dimensions": (lambda e: e[0], r"experts has shape \[36, 2\] and dtype torch.int64; expected integers"),
+    "no tensor": (lambda e: e.tolist(), r"experts has the type list; expected a tensor of integers"),
     "dtype": (lambda e: e.float(), r"dtype torch.float32; expected integers"),
     "an id too large": (
         lambda e: e.index_fill(1, torch.tensor(7), 8),

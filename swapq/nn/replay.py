@@ -8,11 +8,11 @@ weights.
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ class Routing:
     """
 
     def __init__(self, blocks: list[_Block], given: Tensor | None, places: list[int]) -> None:
-        self._blocks, self._given, self._places = blocks, given, places
+        self._blocks, self._places = blocks, places
+        self._given: Any = given
         self._recorded: dict[int, Tensor] = {}
         self._used: set[int] = set()
         self.layers = [block.name for block in blocks]
@@ -73,16 +74,19 @@ class Routing:
         changed, pairs = self.counts.tolist()
         return changed / pairs if pairs else 0.0
 
+    @property
+    def replays(self) -> bool:
+        """Whether experts are given, and not recorded."""
+        return self._given is not None
+
+    def record(self, block: _Block, ids: Tensor) -> None:
+        """Keep the ids ``[tokens, top_k]`` that the block's tokens go to."""
+        if not _recomputed():
+            self._recorded[block.place] = ids.detach()
+
     def choose(self, block: _Block, topk: Callable[[], Any], scores: Tensor, k: int) -> Any:
         """What the block's ``topk`` over ``scores`` ``[tokens, experts]`` returns: values and int64 ids ``[tokens, k]``."""
-        recomputed = (
-            torch._C._current_graph_task_id() != -1
-        )  # checkpointing runs the layer again inside the backward pass
-        if self._given is None:
-            values, ids = topk()
-            if not recomputed:
-                self._recorded[block.place] = ids.detach()
-            return torch.return_types.topk((values, ids))
+        recomputed = _recomputed()
         given = self._given[self._places[block.place]]
         if given.shape != (scores.shape[0], k):
             raise SwapqError(
@@ -107,13 +111,23 @@ class Routing:
         return torch.return_types.topk((scores.gather(-1, given), given))
 
     def require_whole(self) -> None:
-        """Raise if a forward passed some of the layers only: the others were computed by code that replay does not reach."""
+        """Raise unless every layer was replayed: the others were computed by code that replay does not reach."""
         missed = [block.name for block in self._blocks if block.place not in self._used]
-        if self._used and missed:
+        if not self._used:
+            raise SwapqError(
+                f"replay: no forward reached {missed[0]}, so the experts that were given went nowhere; call the model that was given, "
+                "inside `replay_routing`"
+            )
+        if missed:
             raise UnsupportedError(
                 f"replay: the forward went past {missed[0]} without its `forward` being called ({len(missed)} such layers); kernels or "
                 "compiled code stand in its place, turn them off"
             )
+
+
+def _recomputed() -> bool:
+    """Whether this is a layer that checkpointing runs again, inside the backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
@@ -134,12 +148,13 @@ def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[Routing]:
             choice stays.
 
     Raises:
-        SwapqError: a record of another shape, with ids that are no experts or that repeat, or a second forward.
+        SwapqError: a record of another shape, with ids that are no experts or that repeat, no forward inside, or a second one.
         UnsupportedError: a model without routed experts, a compiled one, or a router whose choice is no ``topk`` over its experts.
     """
     blocks = _blocks(model)
     places = _places(model, blocks, experts)
-    experts = experts.to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    experts = experts if device.type == "meta" else experts.to(device)  # offloaded weights are nowhere
     _check_ids(experts, blocks, places)
     routing = Routing(blocks, experts, places)
     with _tapped(blocks, routing), _checkpointed(model, routing):
@@ -149,7 +164,10 @@ def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[Routing]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Routing]:
-    """Inside, what the routers of ``model`` choose is kept: ``.experts`` of the last forward, as :func:`replay_routing` takes it."""
+    """Inside, the experts that tokens go to are kept: ``.experts`` of the last forward, as :func:`replay_routing` takes it.
+
+    They are the choices of the model's routers, or what a replay around it or inside it gives.
+    """
     blocks = _blocks(model)
     routing = Routing(blocks, None, [])
     with _tapped(blocks, routing):
@@ -160,60 +178,79 @@ def record_routing(model: nn.Module) -> Iterator[Routing]:
 
 
 class _Choice(TorchFunctionMode):
-    """Answers the ``topk`` over all experts inside one call of a block."""
+    """Answers the ``topk`` over all experts inside one call of a block: the innermost replay decides, whoever records is told."""
 
-    def __init__(self, block: _Block, routing: Routing) -> None:
+    def __init__(self, block: _Block, held: Sequence[tuple[_Block, Routing]]) -> None:
         super().__init__()
-        self.block, self.routing, self.answered = block, routing, 0
+        self.block, self.answered = block, 0
+        self.replay = next((one for one in reversed(held) if one[1].replays), None)
+        self.records = [one for one in held if not one[1].replays]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _TOPK:
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        if scores.dim() != 2 or scores.shape[-1] != self.block.num_experts:
-            return func(*args, **kwargs)  # over groups of experts
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        if scores.dim() != 2 or scores.shape[-1] != self.block.num_experts or dim not in (-1, 1):
+            return func(*args, **kwargs)  # over groups of experts, or over tokens
         self.answered += 1
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        return self.routing.choose(self.block, lambda: func(*args, **kwargs), scores, int(k))
+        if self.replay is None:
+            answer = func(*args, **kwargs)
+        else:
+            k = args[1] if len(args) > 1 else kwargs["k"]
+            block, routing = self.replay
+            answer = routing.choose(block, lambda: func(*args, **kwargs), scores, int(k))
+        for block, routing in self.records:
+            routing.record(block, answer[1])
+        return answer
 
 
 class _Tap:
-    """Stands in for one block's ``forward`` while any routing is replayed or recorded; the innermost one counts."""
+    """Stands in for one block's ``forward`` while any routing is replayed or recorded."""
 
     def __init__(self) -> None:
         self.open: list[tuple[_Block, Routing]] = []
+        self.forward: Any = None
         self.before: Any = None
 
-    def push(self, block: _Block, routing: Routing) -> None:
+    def push(self, block: _Block, routing: Routing) -> tuple[_Block, Routing]:
+        """The mark with which `pop` takes this routing away again."""
         if not self.open:
             module = block.module
-            self.before = module.__dict__.get("forward")
-            module.forward = self._instead_of(module.forward)
-        self.open.append((block, routing))
+            self.before, self.forward = module.__dict__.get("forward"), module.forward
+            self.__wrapped__ = self.forward  # for those who ask for its signature
+            module.forward = self
+        mark = (block, routing)
+        self.open.append(mark)
+        return mark
 
-    def pop(self, module: nn.Module) -> None:
-        self.open.pop()
+    def pop(self, module: nn.Module, mark: tuple[_Block, Routing]) -> None:
+        """Contexts may be left in any order: generators are."""
+        del self.open[next(i for i, one in enumerate(self.open) if one is mark)]
         if not self.open:
             del module.__dict__["forward"]
             if self.before is not None:
                 module.__dict__["forward"] = self.before
-            self.before = None
+            self.before = self.forward = self.__wrapped__ = None
 
-    def _instead_of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def tapped(*args: Any, **kwargs: Any) -> Any:
-            block, routing = self.open[-1]
-            with _Choice(block, routing) as choice:
-                output = forward(*args, **kwargs)
-            if choice.answered != 1:
-                raise UnsupportedError(
-                    f"replay: {block.name} ({type(block.module).__name__}) chose {choice.answered} times by `topk` over its "
-                    f"{block.num_experts} experts where once is expected; routing of this kind cannot be replayed"
-                )
-            return output
+    @torch.compiler.disable(reason="swapq replays or records routing here")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.open[-1][0]
+        with _Choice(block, self.open) as choice:
+            output = self.forward(*args, **kwargs)
+        if choice.answered != 1:
+            raise UnsupportedError(
+                f"replay: {block.name} ({type(block.module).__name__}) chose {choice.answered} times by `topk` over its "
+                f"{block.num_experts} experts where once is expected; routing of this kind cannot be replayed"
+            )
+        return output
 
-        return tapped
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise SwapqError(
+            f"replay: {self.open[-1][0].name if self.open else 'a block'} cannot be copied while its routing is replayed or recorded: the "
+            "copy would run the original's weights; copy the model outside of the context"
+        )
 
 
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, _Tap]" = weakref.WeakKeyDictionary()
@@ -224,8 +261,7 @@ def _tapped(blocks: list[_Block], routing: Routing) -> Iterator[None]:
     with ExitStack() as stack:
         for block in blocks:
             tap = _TAPS.setdefault(block.module, _Tap())
-            tap.push(block, routing)
-            stack.callback(tap.pop, block.module)
+            stack.callback(tap.pop, block.module, tap.push(block, routing))
         yield
 
 
@@ -295,6 +331,10 @@ def _num_experts(module: nn.Module) -> int | None:
 
 def _places(model: nn.Module, blocks: list[_Block], experts: Tensor) -> list[int]:
     """For each block, its row of the record."""
+    if not isinstance(experts, Tensor):
+        raise SwapqError(
+            f"replay: experts has the type {type(experts).__name__}; expected a tensor of integers [layers, tokens, top_k]"
+        )
     if experts.dim() != 3 or experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool:
         raise SwapqError(
             f"replay: experts has shape {list(experts.shape)} and dtype {experts.dtype}; expected integers [layers, tokens, top_k]"
