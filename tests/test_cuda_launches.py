@@ -143,6 +143,16 @@ def test_a_block_of_experts_runs_in_launches_that_cuda_takes(
     assert {"routing", "combine", "combine_backward", "swiglu"} <= set(noted.launches)
 
 
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (1,), (2, 3)])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_a_linear_keeps_the_leading_shape_also_of_no_rows(lead: tuple[int, ...], fmt: str) -> None:
+    pytest.importorskip("triton")
+    from swapq.kernels import fast
+
+    w = quantize.quantize_matrix(empty(96, 64), fmt)
+    assert fast.dense_linear(empty(*lead, 64), w, fmt, empty(96)).shape == (*lead, 96)
+
+
 @pytest.mark.parametrize("offset", range(9))
 def test_kernels_get_rows_that_start_at_sixteen_bytes(offset: int) -> None:
     flat = torch.randn(offset + 4 * 32).bfloat16()

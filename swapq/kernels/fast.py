@@ -47,7 +47,7 @@ def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: s
         return stored.dense_linear(x, w, fmt, bias, scope=scope)
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
     one = Parts(w.codes[None], w.scales[None], None if w.global_scale is None else w.global_scale.reshape(1))
-    return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).view(*x.shape[:-1], -1)
+    return _dense_rows(rows, one, fmt, None if bias is None else bias[None]).view(*x.shape[:-1], w.codes.shape[0])
 
 
 def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
