@@ -15,7 +15,7 @@ help: ## Show the targets
 env: ## Create .venv with everything pinned (once; does nothing when it is up to date)
 	@bash scripts/env.sh
 
-demo: env ## The main job: train a tiny MoE with GRPO and vLLM rollouts, write runs/arithmetic/report.html
+demo: env ## The main job: train a tiny MoE with GRPO and vLLM rollouts, write runs/arithmetic/nvfp4-rl/report.html
 	$(PY) examples/grpo_arithmetic.py $(ARGS)
 
 ablation: env ## Nine configurations over three seeds, about 45 minutes on two cores; runs/ablation/report.html

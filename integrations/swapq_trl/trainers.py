@@ -304,7 +304,7 @@ class GRPOTrainer(RoutingReplay, _SwapqTrainer, _GRPOTrainer):
 class RLOOTrainer(_SwapqTrainer, _RLOOTrainer):
     """TRL's `RLOOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
-    Same arguments as TRL's, and those of :class:`GRPOTrainer`.
+    Same arguments as TRL's, and those of :class:`GRPOTrainer` but `replay_routing`.
     """
 
     _tag_names = [*_RLOOTrainer._tag_names, "swapq"]  # noqa: RUF012  as TRL declares it
