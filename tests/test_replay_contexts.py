@@ -9,7 +9,7 @@ import torch
 import swapq
 from swapq.errors import SwapqError, UnsupportedError
 from tests.helpers.models import prompts
-from tests.test_replay import built, logits, others, own, replayed
+from tests.test_replay import built, gradients, logits, others, own, replayed
 
 
 def test_a_recording_inside_a_replay_records_it_and_does_not_end_it() -> None:
@@ -92,6 +92,37 @@ def test_a_model_whose_weights_are_offloaded_is_replayed() -> None:
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
     assert torch.equal(replayed(model, experts)[0], expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_record_may_be_overwritten_before_the_backward_pass(reentrant: bool) -> None:
+    model = built("qwen3_moe")
+    buffer = others(model, 36)
+    expected = gradients(model, buffer, True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.zero_grad()
+    with swapq.replay_routing(model, buffer):
+        loss = model(prompts()).logits.float().square().mean()
+    buffer.copy_(buffer.flip(1))
+    loss.backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
+
+
+def test_gradients_of_two_forwards_with_a_record_each_add_up() -> None:
+    model = built("qwen3_moe").float()
+    records = others(model, 36), others(model, 36).flip(1)
+    apart = [gradients(model, record, False) for record in records]
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    losses = []
+    for record in records:
+        with swapq.replay_routing(model, record):
+            losses.append(model(prompts()).logits.float().square().mean())
+    torch.stack(losses).sum().backward()
+    for name, p in model.named_parameters():
+        if name in apart[0]:
+            torch.testing.assert_close(p.grad, apart[0][name] + apart[1][name], rtol=1e-5, atol=1e-9)
 
 
 def test_experts_that_choose_their_tokens_are_no_routing_to_replay() -> None:

@@ -154,7 +154,8 @@ def replay_routing(model: nn.Module, experts: Tensor) -> Iterator[Routing]:
     blocks = _blocks(model)
     places = _places(model, blocks, experts)
     device = next(model.parameters()).device
-    experts = experts if device.type == "meta" else experts.to(device)  # offloaded weights are nowhere
+    # a copy, since recomputation reads it again when the caller may have filled its buffer anew; offloaded weights are on no device
+    experts = experts.to(experts.device if device.type == "meta" else device, copy=True)
     _check_ids(experts, blocks, places)
     routing = Routing(blocks, experts, places)
     with _tapped(blocks, routing), _checkpointed(model, routing):
