@@ -3,6 +3,7 @@
 import copy
 import itertools
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def trainer(model: Any, kind: str = "GRPO", *, steps: int = 2, **options: Any) -
     own += ("approximate_lora", "engine_options", "reference_model", "replay_routing")
     keywords = {name: options.pop(name) for name in own if name in options}
     settings: dict[str, Any] = {
-        "output_dir": "/tmp/swapq-test-trainer",
+        "output_dir": f"{tempfile.gettempdir()}/trainer",
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_steps": steps,

@@ -1,6 +1,7 @@
 """Jobs of routing replay on a real engine. On a CPU vLLM does not return experts; here, and nowhere else, they are put into its output."""
 
 import functools
+import tempfile
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def marked(ids: Tensor, position: Tensor, layer: int) -> Tensor:
 def marked_tokens(**settings: Any) -> dict[str, Any]:
     """Training in which every token's experts can be told from the token; what reaches the experts is looked at in each forward."""
     model = jobs.tiny()
-    folder = "/tmp/swapq-test-replay"
+    folder = f"{tempfile.gettempdir()}/replay"
     model.save_pretrained(folder)
     model = type(model).from_pretrained(folder)
 
