@@ -52,10 +52,10 @@ def model_config(size: str) -> Qwen2MoeConfig | Qwen3MoeConfig:
     """The configuration of one of `SIZES`."""
     one = SIZES[size]
     head = one.hidden // one.heads  # vLLM derives a Qwen2-MoE's from these two
-    family, own = Qwen3MoeConfig, {"head_dim": head, "intermediate_size": one.inner}
+    config, own = Qwen3MoeConfig, {"head_dim": head, "intermediate_size": one.inner}
     if one.shared:
-        family, own = Qwen2MoeConfig, {"shared_expert_intermediate_size": one.shared, "intermediate_size": one.shared}
-    return family(
+        config, own = Qwen2MoeConfig, {"shared_expert_intermediate_size": one.shared, "intermediate_size": one.shared}
+    return config(
         vocab_size=VOCABULARY,
         hidden_size=one.hidden,
         moe_intermediate_size=one.inner,
