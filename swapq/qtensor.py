@@ -79,10 +79,6 @@ class QTensor(TorchAOBaseTensor):
         """Exact BF16 values and the FP32 scale applied after the sum (contract section 3)."""
         return self.spec.operand(self.parts, scope=self.scope, axis=self.axis)
 
-    def part_bytes(self) -> int:
-        """Bytes that codes and scales occupy."""
-        return sum(t.numel() * t.element_size() for t in self.parts if t is not None)
-
     def named_parts(self) -> dict[str, Tensor]:
         """``{"codes": ..., "scales": ..., "global_scale": ...}`` without what is None."""
         return {k: v for k, v in self.parts._asdict().items() if v is not None}
