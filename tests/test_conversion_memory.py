@@ -45,7 +45,10 @@ A_TENSOR = 6000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "workers"), [("nvfp4-rl", 1), ("nvfp4-rl", 2), ("mxfp8-rl", 2), ("fp8-block-rl", 2), ("int4-qat", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "workers"),
+    [("nvfp4-rl", 1), ("nvfp4-rl", 2), ("mxfp8-rl", 2), ("fp8-block-rl", 2), ("int4-qat", 2)],
+)
 def test_memory_stays_within_the_stated_bound_on_a_checkpoint_fifty_times_larger(
     tmp_path: Path, recipe: str, workers: int
 ) -> None:
