@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--peers", help="folder with the other converters")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--recipes", nargs="+", default=["nvfp4-rl", "mxfp8-rl", "fp8-block-rl", "int4-qat"])
     parser.add_argument("--rounds", type=int, default=3, help="how often cp and swapq run in turn")
     parser.add_argument("--limit", type=int, default=600, help="seconds that one row may take")
     parser.add_argument("--json", type=Path)
@@ -205,13 +206,11 @@ def main() -> None:
         src, dst = str(root / "src"), str(root / "dst")
         rows: dict[str, dict[str, float | str]] = {}
         ours = {
-            "swapq nvfp4, 1 worker": SWAPQ.format(recipe="nvfp4-rl", src=src, dst=dst, workers=1),
-            f"swapq nvfp4, {options.workers} workers": SWAPQ.format(
-                recipe="nvfp4-rl", src=src, dst=dst, workers=options.workers
-            ),
-            f"swapq mxfp8, {options.workers} workers": SWAPQ.format(
-                recipe="mxfp8-rl", src=src, dst=dst, workers=options.workers
-            ),
+            f"swapq {recipe}, {workers} worker{'s' * (workers > 1)}": SWAPQ.format(
+                recipe=recipe, src=src, dst=dst, workers=workers
+            )
+            for recipe in options.recipes
+            for workers in sorted({1, options.workers})
         }
         peers = {}
         if options.peers:

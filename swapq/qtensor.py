@@ -85,7 +85,7 @@ class QTensor(TorchAOBaseTensor):
 
     def stored_parts(self) -> dict[str, Tensor]:
         """:meth:`named_parts` as they lie in files and on the wire (INT4: two codes a byte)."""
-        return {k: v for k, v in self.spec.stored(self.parts)._asdict().items() if v is not None}
+        return {k: v for k, v in dispatch.stored(self.parts, self.format)._asdict().items() if v is not None}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         parts = {k: v.view(torch.uint8) if v.dtype == torch.float8_e4m3fn else v for k, v in self.named_parts().items()}

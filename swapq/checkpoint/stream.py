@@ -101,7 +101,7 @@ def stream(
     lock = threading.Lock()
     stop = threading.Event()
     own = threading.local()
-    cpu.prepare()
+    cpu.prepare(sorted(set(job.plan.quantized.values())))
 
     def work(output: _Output, unit: Unit) -> None:
         if stop.is_set():
@@ -183,6 +183,6 @@ def _quantize(unit: Quantize, layout: Layout, files: SourceFiles, output: _Outpu
     vanished = 0
     for target, rows, parts in quantized(unit, files, arena):
         vanished += vanished_blocks(rows, target.fmt, parts)
-        for name, tensor in layout.encode(target.weight, target.fmt, parts).items():
+        for name, tensor in layout.encode(target.weight, target.fmt, parts, arena.take).items():
             output.write(output.shard.offsets[name], as_bytes(tensor))
     return vanished

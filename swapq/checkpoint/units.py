@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swapq import formats
 from swapq.anatomy import Anatomy, ExpertsLayout, TensorInfo
 from swapq.checkpoint.arena import aligned
 from swapq.checkpoint.layouts import Layout, Stored
@@ -58,13 +59,14 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One quantized weight: rows of a slab."""
+    """One quantized weight: rows of a slab. ``unpacked``: bytes of codes that are packed only to be stored, 0 in most formats."""
 
     weight: str
     fmt: str
     slab: int
     first: int
     rows: int
+    unpacked: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,9 @@ class Quantize:
 
     @property
     def arena_bytes(self) -> int:
-        """The source, its BF16 form, codes and scales."""
-        return sum(s.arena_bytes for s in self.slabs) + sum(aligned(o.nbytes) for o in self.outputs)
+        """The source, its BF16 form, codes and scales; codes that are packed to be stored also as they are before."""
+        made = sum(aligned(o.nbytes) for o in self.outputs) + sum(aligned(t.unpacked) for t in self.targets)
+        return sum(s.arena_bytes for s in self.slabs) + made
 
     @property
     def held_bytes(self) -> int:
@@ -265,6 +268,6 @@ def _unit(slabs: list[Slab], weights: list[tuple[str, int, int]], fmt: str, layo
         n, k = slab.shape[::-1] if slab.transposed else slab.shape
         sharing = sum(1 for _, other, _ in weights if other == index)
         rows = n // sharing
-        targets.append(Target(weight, fmt, index, first, rows))
+        targets.append(Target(weight, fmt, index, first, rows, rows * k if formats.get(fmt).packs else 0))
         outputs += layout.stored(weight, fmt, (rows, k))
     return Quantize(tuple(slabs), tuple(targets), tuple(outputs))

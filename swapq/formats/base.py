@@ -40,6 +40,8 @@ class Format(ABC):
     tile_rows: int = 1
     #: whether the last block along an axis may be shorter
     partial_blocks: ClassVar[bool] = False
+    #: whether :meth:`stored` packs codes that lie one a byte in memory
+    packs: ClassVar[bool] = False
     scopes: ClassVar[tuple[str, ...]]
     #: scope of weights
     default_scope: str

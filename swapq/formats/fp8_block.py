@@ -9,10 +9,10 @@ from swapq.errors import FormatError
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.bits import E4M3_MAX, e4m3_cast
 
-__all__ = ["BLOCK", "FP8Block"]
+__all__ = ["BLOCK", "FLOOR", "FP8Block"]
 
 BLOCK = 128
-_FLOOR = 1e-10
+FLOOR = 1e-10
 
 
 class FP8Block(Format):
@@ -46,7 +46,7 @@ class FP8Block(Format):
         blocks = self._grouped(x.abs(), axis).amax(axis)
         if scope == "tile":
             blocks = self._grouped(blocks, -2).amax(-2)
-        scales = blocks.float().clamp(min=_FLOOR)
+        scales = blocks.float().clamp(min=FLOOR)
         scales = torch.div(scales, torch.full_like(scales, E4M3_MAX))
         inverse = torch.div(torch.ones_like(scales), scales)
         return Parts(e4m3_cast(x.float() * self._spread(inverse, x.shape, scope, axis)), scales)
@@ -72,7 +72,7 @@ class FP8Block(Format):
         return {"codes": tuple(shape), "scales": (*lead, *scales) if len(shape) > 1 else scales[-1:]}
 
     def may_vanish(self, parts: Parts) -> bool:
-        return bool((parts.scales <= _FLOOR / E4M3_MAX * 1.01).any())
+        return bool((parts.scales <= FLOOR / E4M3_MAX * 1.01).any())
 
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return tuple(codes.shape)

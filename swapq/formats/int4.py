@@ -8,11 +8,11 @@ from torch import Tensor
 from swapq.formats.base import Format, Operand, Parts
 from swapq.formats.bits import pack_nibbles, unpack_nibbles
 
-__all__ = ["INT4"]
+__all__ = ["FLOOR", "INT4", "ONE_SEVENTH", "TOP"]
 
-_ONE_SEVENTH = 0.1428571492433548  # bits 0x3E124925
-_FLOOR = 1e-5
-_TOP = 7
+ONE_SEVENTH = 0.1428571492433548  # bits 0x3E124925
+FLOOR = 1e-5
+TOP = 7
 
 
 class INT4(Format):
@@ -24,6 +24,7 @@ class INT4(Format):
         group: elements that share a scale. The format of another group than 128 has another name, ``int4_g32``.
     """
 
+    packs = True
     scopes = ("group",)
     default_scope = row_scope = "group"
     axes = (-1,)
@@ -36,8 +37,8 @@ class INT4(Format):
 
     def quantize(self, x: Tensor, *, scope: str = "group", axis: int = -1, amax: Tensor | None = None) -> Parts:
         top = x.unflatten(-1, (-1, self.block)).abs().amax(-1).float()
-        scales = (top * _ONE_SEVENTH).clamp(min=_FLOOR).to(torch.bfloat16)
-        codes = torch.div(x.float(), self._spread(scales)).round().clamp(-_TOP, _TOP)
+        scales = (top * ONE_SEVENTH).clamp(min=FLOOR).to(torch.bfloat16)
+        codes = torch.div(x.float(), self._spread(scales)).round().clamp(-TOP, TOP)
         return Parts(codes.to(torch.int8), scales)
 
     def dequantize(self, parts: Parts, *, scope: str = "group", axis: int = -1) -> Tensor:
@@ -54,7 +55,7 @@ class INT4(Format):
         return {"codes": (*lead, k // 2), "scales": (*lead, k // self.block)}
 
     def may_vanish(self, parts: Parts) -> bool:
-        return bool((parts.scales <= _FLOOR * 1.01).any())
+        return bool((parts.scales <= FLOOR * 1.01).any())
 
     def logical_shape(self, codes: Tensor) -> tuple[int, ...]:
         return tuple(codes.shape) if codes.dtype == torch.int8 else (*codes.shape[:-1], codes.shape[-1] * 2)
@@ -64,7 +65,7 @@ class INT4(Format):
 
     def loaded(self, parts: Parts) -> Parts:
         nibbles = unpack_nibbles(parts.codes).to(torch.int8)
-        return parts._replace(codes=torch.where(nibbles > _TOP, nibbles - 16, nibbles))
+        return parts._replace(codes=torch.where(nibbles > TOP, nibbles - 16, nibbles))
 
     def _spread(self, scales: Tensor) -> Tensor:
         return scales.float().repeat_interleave(self.block, dim=-1)

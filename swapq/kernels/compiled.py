@@ -10,9 +10,14 @@ from typing import Any
 import numba
 import numpy as np
 
+from swapq.formats.bits import E4M3_MAX
+from swapq.formats.fp8_block import BLOCK
+from swapq.formats.fp8_block import FLOOR as FP8_FLOOR
+from swapq.formats.int4 import FLOOR as INT4_FLOOR
+from swapq.formats.int4 import ONE_SEVENTH, TOP
 from swapq.formats.mxfp8 import ONE_OVER_448
 
-__all__ = ["amax", "mxfp8", "nvfp4", "word_sums"]
+__all__ = ["amax", "fp8_block", "int4", "mxfp8", "nvfp4", "packed", "word_sums"]
 
 F, U, H = np.float32, np.uint32, np.uint16
 
@@ -22,6 +27,13 @@ _F32_MAX = F(np.finfo(np.float32).max)
 _SUBNORMAL = F(16384.0)  # adding 2^14 rounds to multiples of 2^-9, E4M3's subnormal step, nearest even
 _SUBNORMAL_BITS = U(0x46800000)
 _SMALLEST_NORMAL = U(0x3C800000)  # 2^-6
+_E4M3_MAX = F(E4M3_MAX)
+_FP8_FLOOR = F(FP8_FLOOR)
+_INT4_FLOOR = F(INT4_FLOOR)
+_INT4_TOP = F(TOP)
+_ONE_SEVENTH = F(ONE_SEVENTH)
+_INTEGER = F(12582912.0)  # adding 1.5 * 2^23 rounds to integers, nearest even; the last byte is the integer in two's complement
+_STRIP = 8 * BLOCK  # columns of a row of tiles that are worked on at once, so that the second pass finds them in the second-level cache
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -115,11 +127,11 @@ def _nvfp4_codes(bits: np.ndarray, factor: np.ndarray, nibbles: np.ndarray) -> N
 
 
 @_jit
-def _packed(nibbles: np.ndarray, into: np.ndarray) -> None:
-    """Two codes a byte; little-endian, so the even element is the low half of a pair."""
-    pair = nibbles.view(np.uint16)
+def packed(codes: np.ndarray, into: np.ndarray) -> None:
+    """The low halves of two bytes in one; little-endian, so the even element is the low half of a pair."""
+    pair = codes.view(np.uint16)
     for i in range(into.size):
-        into[i] = np.uint8(pair[i] | (pair[i] >> H(4)))
+        into[i] = np.uint8((pair[i] & H(0x0F)) | ((pair[i] >> H(4)) & H(0xF0)))
 
 
 @_jit
@@ -143,7 +155,7 @@ def nvfp4(bits: np.ndarray, mult: np.float32, decode: np.float32, codes: np.ndar
         _doubled(f4, f2)
         _doubled(f2, f1)
         _nvfp4_codes(piece, f1, nibbles)
-        _packed(nibbles, codes[start // 2 : (start + _PIECE) // 2])
+        packed(nibbles, codes[start // 2 : (start + _PIECE) // 2])
 
 
 @_jit
@@ -161,10 +173,10 @@ def _mxfp8_scales(top: np.ndarray, scales: np.ndarray, inverse: np.ndarray) -> N
 
 
 @_jit
-def _mxfp8_codes(bits: np.ndarray, factor: np.ndarray, codes: np.ndarray) -> None:
+def _e4m3_codes(bits: np.ndarray, factor: np.ndarray, codes: np.ndarray) -> None:
     for i in range(bits.size):
         word = U(U(bits[i]) << U(16))
-        code = _e4m3(min(abs(word.view(F) * factor[i]), F(448.0)))
+        code = _e4m3(min(abs(word.view(F) * factor[i]), _E4M3_MAX))
         codes[i] = np.uint8(code | ((word >> U(24)) & U(0x80)))
 
 
@@ -198,7 +210,86 @@ def mxfp8(bits: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
         _doubled(f8, f4)
         _doubled(f4, f2)
         _doubled(f2, f1)
-        _mxfp8_codes(piece, f1, codes[start : start + _PIECE])
+        _e4m3_codes(piece, f1, codes[start : start + _PIECE])
+
+
+@_jit
+def _raised(bits: np.ndarray, top: np.ndarray) -> None:
+    """Let the largest magnitude of each column know one more row."""
+    for i in range(bits.size):
+        top[i] = max(top[i], bits[i] & H(0x7FFF))
+
+
+@_jit
+def _fp8_block_scales(top: np.ndarray, scales: np.ndarray, factor: np.ndarray) -> None:
+    """Scales of the tiles of a strip, and the factors of its columns, from the columns' largest magnitudes."""
+    for tile in range(scales.size):
+        word = U(U(amax(top[tile * BLOCK : (tile + 1) * BLOCK])) << U(16))
+        scale = F(max(word.view(F), _FP8_FLOOR) / _E4M3_MAX)
+        scales[tile] = scale
+        factor[tile * BLOCK : (tile + 1) * BLOCK] = F(F(1.0) / scale)
+
+
+@_jit
+def fp8_block(bits: np.ndarray, columns: int, codes: np.ndarray, scales: np.ndarray) -> None:
+    """FP8 block of a BF16 matrix of so many ``columns``, row after row, tiles at the edges partial. ``codes`` has a byte per element,
+    ``scales`` (float32) one per tile."""
+    rows, across = bits.size // columns, (columns + BLOCK - 1) // BLOCK
+    top, factor = np.empty(_STRIP, np.uint16), np.empty(_STRIP, np.float32)
+    for first in range(0, rows, BLOCK):
+        last = min(first + BLOCK, rows)
+        for left in range(0, columns, _STRIP):
+            width = min(_STRIP, columns - left)
+            tile = first // BLOCK * across + left // BLOCK
+            top[:] = H(0)
+            for start in range(first * columns + left, last * columns, columns):
+                _raised(bits[start : start + width], top)
+            _fp8_block_scales(top[:width], scales[tile : tile + (width + BLOCK - 1) // BLOCK], factor)
+            for start in range(first * columns + left, last * columns, columns):
+                _e4m3_codes(bits[start : start + width], factor, codes[start : start + width])
+
+
+@_jit
+def _int4_scales(top: np.ndarray, scales: np.ndarray, step: np.ndarray) -> None:
+    """BF16 scales of groups, and their float32 bits, from the groups' largest magnitudes."""
+    for b in range(scales.size):
+        word = U(U(top[b]) << U(16))
+        wanted = F(max(F(word.view(F) * _ONE_SEVENTH), _INT4_FLOOR))
+        u = wanted.view(np.uint32)
+        rounded = U((u + U(0x7FFF) + ((u >> U(16)) & U(1))) >> U(16))
+        scales[b] = H(rounded)
+        step[b] = U(rounded << U(16))
+
+
+@_jit
+def _int4_codes(bits: np.ndarray, step: np.ndarray, codes: np.ndarray) -> None:
+    for i in range(bits.size):
+        word = U(U(bits[i]) << U(16))
+        y = F(word.view(F) / step[i])
+        shifted = F(min(max(y, -_INT4_TOP), _INT4_TOP) + _INTEGER)
+        codes[i] = np.uint8(shifted.view(np.uint32))
+
+
+@_jit
+def int4(bits: np.ndarray, group: int, codes: np.ndarray, scales: np.ndarray) -> None:
+    """INT4 of BF16 ``bits`` in groups of ``group`` (a power of two). ``codes`` has a byte per element, in two's complement, ``scales``
+    (BF16 bits) one per group."""
+    top, other = np.empty(_PIECE, np.uint16), np.empty(_PIECE, np.uint16)
+    step, spread = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
+    for start in range(0, bits.size, _PIECE):
+        piece = bits[start : start + _PIECE]
+        _magnitudes(piece, top)
+        count = _PIECE
+        while count > _PIECE // group:
+            count //= 2
+            _halved(top[: 2 * count], other[:count])
+            top, other = other, top
+        _int4_scales(top, scales[start // group : (start + _PIECE) // group], step.view(np.uint32))
+        while count < _PIECE:
+            _doubled(step[:count], spread[: 2 * count])
+            step, spread = spread, step
+            count *= 2
+        _int4_codes(piece, step, codes[start : start + _PIECE])
 
 
 @_jit

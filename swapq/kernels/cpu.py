@@ -4,7 +4,7 @@ Values must be finite: the caller checks the amax, as it must anyway to name the
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
 
@@ -17,10 +17,16 @@ from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4, ONE_SIXTH
 from swapq.kernels.host import as_array
 
-__all__ = ["bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights"]
+__all__ = ["Empty", "bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights", "stored"]
 
+#: gives memory of a shape and dtype on the CPU, uninitialized
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 #: from so many values on, loading numba and its compiled loops pays
 _MANY = 1 << 20
+#: formats with compiled loops
+_COMPILED = ("nvfp4", "mxfp8", "fp8_block", "int4", "int4_g32")
+#: what the loops write scales as, where it is not a byte
+_SCALES = {"fp8_block": torch.float32, "int4": torch.uint16, "int4_g32": torch.uint16}
 
 
 @cache
@@ -55,10 +61,12 @@ def _answer_no_special_names() -> None:
     library.__getattr__ = answer
 
 
-def prepare() -> None:
-    """Load (the first time on a machine: compile) the loops now, in this thread, so that no worker waits for it."""
-    for fmt in ("nvfp4", "mxfp8"):
-        quantize_matrix(torch.zeros(1, 32, dtype=torch.bfloat16, device="cpu"), fmt)
+def prepare(fmts: Iterable[str] = _COMPILED) -> None:
+    """Load (the first time on a machine: compile) the loops of ``fmts`` now, in this thread, so that no worker waits for it."""
+    x = torch.zeros(1, 128, dtype=torch.bfloat16, device="cpu")
+    bf16_amax(x)
+    for fmt in fmts:
+        stored(quantize_matrix(x, fmt), fmt, _empty)
 
 
 def bf16_amax(x: Tensor) -> Tensor:
@@ -79,46 +87,79 @@ def quantize_matrix(
     fmt: str,
     amax: Tensor | None = None,
     *,
-    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] = _empty,
+    empty: Empty = _empty,
 ) -> Parts:
     """Codes and scales of a finite, contiguous BF16 matrix ``[N, K]``; NVFP4 takes the scope's float32 ``amax`` (tensor scope).
 
     ``empty`` gives the memory that compiled loops write to.
     """
     loops, form = compiled(), formats.get(fmt)
-    if loops is None or fmt not in ("nvfp4", "mxfp8"):
+    if loops is None or fmt not in _COMPILED or not x.numel():
         return form.quantize(x, scope=form.default_scope, axis=-1, amax=amax)
     form.check_length(x.shape[-1])
-    shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
-    codes, scales = (empty(shapes[part], torch.uint8) for part in ("codes", "scales"))
-    flat = codes.numpy().reshape(-1), scales.numpy().reshape(-1)
+    scales = empty(form.part_shapes(tuple(x.shape), scope=form.default_scope)["scales"], _SCALES.get(fmt, torch.uint8))
+    if fmt == "nvfp4":
+        encode, decode = NVFP4.global_scales(bf16_amax(x) if amax is None else amax)
+        codes = empty((x.shape[0], x.shape[1] // 2), torch.uint8)
+        factors = np.float32((encode * ONE_SIXTH).item()), np.float32(decode.item())
+        loops.nvfp4(_bits(x), *factors, _flat(codes), _flat(scales))
+        return Parts(codes, scales.view(torch.float8_e4m3fn), decode)
+    codes = empty((x.shape[0], x.shape[1]), torch.uint8)
     if fmt == "mxfp8":
-        loops.mxfp8(_bits(x), *flat)
-        return Parts(codes.view(torch.float8_e4m3fn), scales)
-    encode, decode = NVFP4.global_scales(bf16_amax(x) if amax is None else amax)
-    loops.nvfp4(_bits(x), np.float32((encode * ONE_SIXTH).item()), np.float32(decode.item()), *flat)
-    return Parts(codes, scales.view(torch.float8_e4m3fn), decode)
+        loops.mxfp8(_bits(x), _flat(codes), _flat(scales))
+    elif fmt == "fp8_block":
+        loops.fp8_block(_bits(x), x.shape[1], _flat(codes), _flat(scales))
+    else:
+        loops.int4(_bits(x), form.block, _flat(codes), _flat(scales))
+        return Parts(codes.view(torch.int8), scales.view(torch.bfloat16))
+    return Parts(codes.view(torch.float8_e4m3fn), scales)
 
 
-def quantize_weights(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts | None:
-    """The reference's bytes of large BF16 weights ``[..., N, K]`` on the CPU, one FP32 scale per leading index in NVFP4.
+def quantize_weights(x: Tensor, fmt: str, amax: Tensor | None = None, *, scope: str | None = None) -> Parts | None:
+    """The reference's bytes of large BF16 weights ``[..., N, K]`` on the CPU in the format's ``scope`` of weights, or in ``halves``; one
+    FP32 scale per leading index in NVFP4.
 
-    None where the compiled loops have nothing to offer: few values, no numba, another format, or a value that is not finite, whose
-    way through the contract is the reference's.
+    None where the compiled loops have nothing to offer: few values, no numba, another format or scope, or a value that is not finite,
+    whose way through the contract is the reference's.
     """
-    if x.numel() < _MANY or fmt not in ("nvfp4", "mxfp8") or compiled() is None:
+    if x.numel() < _MANY or fmt not in _COMPILED or compiled() is None:
+        return None
+    if scope == "halves":
+        parts = quantize_weights(x.unflatten(-2, (2, -1)), fmt, amax)
+        return None if parts is None else Parts(parts.codes.flatten(-3, -2), parts.scales.flatten(-3, -2))
+    if scope not in (None, formats.get(fmt).default_scope):
         return None
     x = x.contiguous()
     if not bool(torch.isfinite(bf16_amax(x))) or (amax is not None and not bool(torch.isfinite(amax).all())):
         return None
-    if fmt == "mxfp8":
+    form, lead = formats.get(fmt), x.shape[:-2]
+    shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
+    if not form.shares_scale and x.shape[-2] % form.tile_rows == 0:  # no scale reaches from one matrix into the next
         flat = quantize_matrix(x.flatten(0, -2), fmt)
-        return Parts(flat.codes.view(x.shape), flat.scales.view(*x.shape[:-1], -1))
-    lead = x.shape[:-2]
+        return Parts(flat.codes.view(x.shape), flat.scales.view(shapes["scales"]))
     tops = [None] * lead.numel() if amax is None else [*amax.reshape(-1)]
     each = [quantize_matrix(m, fmt, top) for m, top in zip(x.reshape(-1, *x.shape[-2:]), tops, strict=True)]
-    codes, scales, decode = (torch.stack([parts[i] for parts in each]) for i in range(3))  # type: ignore[misc]
-    return Parts(codes.view(*lead, *codes.shape[1:]), scales.view(*lead, *scales.shape[1:]), decode.view(lead))
+    codes = torch.stack([parts.codes for parts in each]).view(shapes["codes"])
+    scales = torch.stack([parts.scales for parts in each]).view(shapes["scales"])
+    decodes = [parts.global_scale for parts in each if parts.global_scale is not None]
+    return Parts(codes, scales, torch.stack(decodes).view(lead) if decodes else None)
+
+
+def stored(parts: Parts, fmt: str, empty: Empty | None = None) -> Parts:
+    """``Format.stored``. Codes on the CPU are packed in a compiled loop if they are many, or where ``empty`` gives the memory for it."""
+    form, codes = formats.get(fmt), parts.codes
+    wanted = form.packs and codes.device.type == "cpu" and (empty is not None or codes.numel() >= _MANY)
+    loops = compiled() if wanted else None
+    if loops is None:
+        return form.stored(parts)
+    into = (empty or _empty)((*codes.shape[:-1], codes.shape[-1] // 2), torch.uint8)
+    loops.packed(as_array(codes.contiguous().reshape(-1).view(torch.uint8)), _flat(into))
+    return parts._replace(codes=into)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """Memory to write to."""
+    return x.numpy().reshape(-1)
 
 
 def _bits(x: Tensor) -> np.ndarray:

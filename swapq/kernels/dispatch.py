@@ -14,7 +14,7 @@ from swapq.formats import Parts
 from swapq.formats.int4 import INT4
 from swapq.kernels import cpu, reference
 
-__all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "use"]
+__all__ = ["Choice", "choices", "dequantize", "fast", "grouped", "kernels", "quantize", "stored", "use"]
 
 _MODES = ("auto", "reference")
 _mode = "auto"
@@ -79,8 +79,8 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
     """The bytes of ``Format.quantize`` from a kernel, or None where there is none for this tensor."""
     if x.dtype != torch.bfloat16 or x.dim() < 2 or not x.numel():
         return None
-    if x.device.type == "cpu" and _mode == "auto" and axis == -1 and scope == formats.get(fmt).default_scope:
-        return cpu.quantize_weights(x, fmt, amax)
+    if x.device.type == "cpu" and _mode == "auto" and axis == -1:
+        return cpu.quantize_weights(x, fmt, amax, scope=scope)
     if not kernels(x.device):
         return None
     from swapq.kernels.cuda import quantize as cuda
@@ -92,6 +92,11 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
     if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
         return cuda.quantize_rows(cuda.aligned(x), fmt)
     return None
+
+
+def stored(parts: Parts, fmt: str) -> Parts:
+    """``Format.stored``: codes and scales as they lie in files, on the wire and in an engine."""
+    return cpu.stored(parts, fmt) if _mode == "auto" else formats.get(fmt).stored(parts)
 
 
 def dequantize(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.errors import UnsupportedError
 from swapq.formats import Parts
+from swapq.kernels.cpu import Empty
 from swapq.natural import natural_key
 from swapq.plan import Plan
 
@@ -46,8 +47,8 @@ class Layout(ABC):
         """Every tensor that the ``[N, K]`` weight called ``weight`` (``....weight``) becomes, the codes first."""
 
     @abstractmethod
-    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        """The tensors of :meth:`stored` by name, from codes and scales."""
+    def encode(self, weight: str, fmt: str, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
+        """The tensors of :meth:`stored` by name, from codes and scales. ``empty`` gives the memory of codes that are packed."""
 
     @abstractmethod
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:

@@ -17,6 +17,7 @@ from swapq.checkpoint.layouts.base import Layout, Stored, kept_modules, stem
 from swapq.checkpoint.layouts.schemes import SCHEMES, format_named
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
+from swapq.kernels.cpu import Empty
 from swapq.plan import Plan
 
 __all__ = ["CompressedTensorsLayout"]
@@ -34,8 +35,8 @@ class CompressedTensorsLayout(Layout):
     def stored(self, weight: str, fmt: str, matrix: tuple[int, int]) -> list[Stored]:
         return [Stored(f"{stem(weight)}.{name}", *what) for name, what in SCHEMES[fmt].stored(matrix).items()]
 
-    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        return {f"{stem(weight)}.{name}": tensor for name, tensor in SCHEMES[fmt].encode(parts).items()}
+    def encode(self, weight: str, fmt: str, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
+        return {f"{stem(weight)}.{name}": tensor for name, tensor in SCHEMES[fmt].encode(parts, empty).items()}
 
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
         scheme, base = SCHEMES[fmt], stem(weight)

@@ -17,6 +17,7 @@ from swapq.checkpoint.layouts.swapq import SwapqLayout
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.formats import Parts
 from swapq.headers import read_json
+from swapq.kernels.cpu import Empty
 from swapq.natural import natural_key
 from swapq.plan import Plan
 
@@ -41,8 +42,8 @@ class ModelOptLayout(Layout):
         same = self._shared.stored(weight, fmt, matrix)
         return [*same, Stored(_input_scale(weight), torch.float32, ())] if fmt == "nvfp4" else same
 
-    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        same = self._shared.encode(weight, fmt, parts)
+    def encode(self, weight: str, fmt: str, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
+        same = self._shared.encode(weight, fmt, parts, empty)
         return (
             same | {_input_scale(weight): torch.ones((), dtype=torch.float32, device="cpu")} if fmt == "nvfp4" else same
         )

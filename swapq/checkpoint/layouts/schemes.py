@@ -11,6 +11,8 @@ from swapq import formats
 from swapq.checkpoint.layouts.base import part_shapes
 from swapq.errors import UnsupportedError
 from swapq.formats import Format, Parts
+from swapq.kernels import cpu
+from swapq.kernels.cpu import Empty
 
 __all__ = ["SCHEMES", "Scheme", "format_named"]
 
@@ -43,7 +45,7 @@ class Scheme(ABC):
         """Dtype and shape of every tensor of an ``[N, K]`` weight, the codes first."""
 
     @abstractmethod
-    def encode(self, parts: Parts) -> dict[str, Tensor]:
+    def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
         """Tensors from codes and scales."""
 
     @abstractmethod
@@ -71,7 +73,7 @@ class _MXFP8(Scheme):
         shapes = part_shapes(self.fmt, matrix)
         return {"weight": (torch.float8_e4m3fn, shapes["codes"]), "weight_scale": (torch.uint8, shapes["scales"])}
 
-    def encode(self, parts: Parts) -> dict[str, Tensor]:
+    def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
         return {"weight": parts.codes, "weight_scale": parts.scales}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Parts:
@@ -105,7 +107,7 @@ class _NVFP4(Scheme):
             "input_global_scale": (torch.float32, (1,)),
         }
 
-    def encode(self, parts: Parts) -> dict[str, Tensor]:
+    def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
         if parts.global_scale is None:
             raise TypeError("nvfp4 parts carry a global scale")
         scale = parts.global_scale.reshape(1)
@@ -142,7 +144,7 @@ class _FP8Block(Scheme):
         shapes = part_shapes(self.fmt, matrix)
         return {"weight": (torch.float8_e4m3fn, shapes["codes"]), "weight_scale": (torch.float32, shapes["scales"])}
 
-    def encode(self, parts: Parts) -> dict[str, Tensor]:
+    def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
         return {"weight": parts.codes, "weight_scale": parts.scales}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Parts:
@@ -177,11 +179,10 @@ class _INT4(Scheme):
             "weight_shape": (torch.int64, (2,)),
         }
 
-    def encode(self, parts: Parts) -> dict[str, Tensor]:
-        codes = (parts.codes + 8).view(torch.uint8)
-        packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous().view(torch.int32)
+    def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
+        packed = cpu.stored(parts, self.fmt, empty).codes.bitwise_xor_(0x88)  # two's complement to ``code + 8``, in both halves of a byte
         shape = torch.tensor(parts.codes.shape, dtype=torch.int64, device="cpu")
-        return {"weight_packed": packed, "weight_scale": parts.scales, "weight_shape": shape}
+        return {"weight_packed": packed.view(torch.int32), "weight_scale": parts.scales, "weight_shape": shape}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> Parts:
         packed = tensors["weight_packed"].contiguous().view(torch.uint8)

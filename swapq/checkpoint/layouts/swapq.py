@@ -9,6 +9,8 @@ from swapq import formats
 from swapq.checkpoint.layouts.base import Layout, Stored, part_shapes, stem
 from swapq.errors import CheckpointError
 from swapq.formats import Parts
+from swapq.kernels import cpu
+from swapq.kernels.cpu import Empty
 from swapq.plan import Plan
 
 __all__ = ["SwapqLayout", "describe"]
@@ -26,8 +28,8 @@ class SwapqLayout(Layout):
         form, shapes = formats.get(fmt), part_shapes(fmt, matrix)
         return [Stored(_name(weight, fmt, part), form.dtypes[part], shapes[part]) for part in form.suffixes]
 
-    def encode(self, weight: str, fmt: str, parts: Parts) -> dict[str, Tensor]:
-        stored = formats.get(fmt).stored(parts)
+    def encode(self, weight: str, fmt: str, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
+        stored = cpu.stored(parts, fmt, empty)
         return {_name(weight, fmt, part): t for part, t in stored._asdict().items() if t is not None}
 
     def decode(self, weight: str, fmt: str, tensors: Mapping[str, Tensor]) -> Parts:
