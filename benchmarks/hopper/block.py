@@ -6,6 +6,7 @@ import torch
 
 import swapq
 from benchmarks.hopper.timing import Row, copy_bandwidth, graphed
+from swapq import formats
 from swapq.kernels import fast
 from swapq.nn.gate import activation_table
 
@@ -20,8 +21,8 @@ def rows() -> Iterator[Row]:
         [torch.randn(E, *s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in ((2 * INNER, H), (H, INNER))]
         for _ in range(SETS)
     ]
-    for fmt in ("nvfp4", "mxfp8"):
-        stored = [[swapq.quantize(w, fmt).parts for w in pair] for pair in weights]
+    for fmt in ("nvfp4", "mxfp8", "fp8_block", "int4"):
+        stored = [[formats.get(fmt).stored(swapq.quantize(w, fmt).parts) for w in pair] for pair in weights]
         size = sum(t.numel() * t.element_size() for parts in stored[0] for t in parts if t is not None) / E
         for tokens in (1, 16, 64, 256, 1024):
             x = torch.randn(tokens, H, device="cuda", dtype=torch.bfloat16)
