@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from swapq import formats
 from swapq.errors import SwapqError
 from swapq.formats import Parts
-from swapq.kernels import fast, stored, stored_gemm
+from swapq.kernels import dispatch, fast, stored, stored_gemm
 from swapq.kernels.routing import Routing
-from tests.test_cuda_launches import SIZES, Noted, empty, noted  # noqa: F401
+from tests.test_cuda_launches import META, SIZES, Noted, empty, noted  # noqa: F401
 
 FORMATS = ("fp8_block", "int4", "int4_g32")
 
@@ -145,3 +145,24 @@ def test_nothing_comes_between_the_routing_and_the_kernel_that_runs_beside_it(
         empty(3, 64), empty(3, 2, dtype=torch.int64), empty(3, 2, dtype=torch.float32), gate_up, down, beside, empty(1 << 16)
     )  # fmt: skip
     assert seen[:3] == ["copy", "routing", "quantize_rows"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "shape", "slices", "expected"),
+    [
+        ("fp8_block", "fp8_block", (8, 2816, 208), 1, True),
+        ("int4_g32", "bf16", (8, 130, 96), 1, True),
+        ("fp8_block", "fp8_block", (8, 256, 256), 2, False),  # a row scale does not reach over the slices of `expert_tp`
+        ("int4", "bf16", (8, 256, 256), 2, False),
+        ("fp8_block", "fp8_block", (8, 256, 200), 1, False),
+        ("fp8_block", "bf16", (8, 256, 256), 1, False),
+        ("int4", "fp8_block", (8, 256, 256), 1, False),
+        ("nvfp4_tile", "nvfp4_tile", (8, 256, 256), 1, False),
+        ("nvfp4", "bf16", (8, 256, 256), 1, False),
+    ],
+)
+def test_kernels_take_what_they_compute_and_leave_the_rest_to_the_reference(
+    weights: str, rows: str, shape: tuple[int, ...], slices: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "kernels", lambda _: True)
+    assert dispatch.fast(META, weights, rows, shape, slices) is expected
