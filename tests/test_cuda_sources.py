@@ -185,10 +185,15 @@ def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int)
         "INT4": group > 0, "SPREAD": True, "SORTED": False, "DENSE": False, "HAS_BIAS": True, "GROUP": group,
         "BM": 64, "BN": 128, "BK": 128,
     }  # fmt: skip
-    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    # as at a launch: tensors start at sixteen bytes, and so do their rows
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    aligned |= {(list(signature).index("K"),): [["tt.divisibility", 16]]}
+    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 3})
     assert "cubin" in built.asm
     assert built.metadata.shared <= 227 << 10
+    # rows and codes are on their way while earlier ones are multiplied: two loads, each two turns ahead
+    assert built.asm["ttgir"].count("async_copy_global_to_local") >= 4
 
 
 def least_sum(v: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+COMMON = """
 import numpy as np
 import torch
 from triton.runtime import interpreter
@@ -29,6 +29,9 @@ from swapq.kernels.cuda.tiles import dense_tiles, tiles_of
 from swapq.kernels.reference import grouped_forward
 from swapq.kernels.routing import Routing
 
+"""
+
+EDGES = """
 E, T, TOP = 3, 40, 2
 g = torch.Generator().manual_seed(0)
 bf16 = lambda *s: torch.randn(*s, generator=g).bfloat16()
@@ -69,6 +72,62 @@ for fmt, n, k, scope in CASES:
     mine = [r for e, r in routing.groups() if e == 1][0]
     assert torch.equal(dense[routing.tokens[mine]], stored.routed_rows(x, parts, fmt, scope, None, routing, gather=True)[mine])
     assert torch.equal(stored.dense_linear(x[3], one, fmt, None, scope=scope), dense[3])
+    assert stored.dense_linear(x[:0], one, fmt, bias[1], scope=scope).shape == (0, n)
+    # a view that is neither contiguous nor at sixteen bytes, and codes of a transposed master
+    odd = torch.empty(T, k + 3, dtype=torch.bfloat16)[:, 1:k + 1].copy_(x)
+    assert torch.equal(stored.dense_linear(odd, one, fmt, None, scope=scope), dense)
+    turned = form.quantize(w.transpose(1, 2).contiguous().transpose(1, 2), scope=scope)
+    assert torch.equal(stored.dense_linear(x, Parts(turned.codes[1], turned.scales[1]), fmt, None, scope=scope), dense)
+    whole = stored.routed_rows(x, parts, fmt, scope, None, routing, gather=True)
+    for tokens in (0, 1, 3):  # some of them with ids of another rank alone
+        part = ids[:tokens].clone()
+        part[2:] = E
+        few = Routing.of(part, E)
+        got = stored.routed_rows(x[:tokens], packed, fmt, scope, None, few, gather=True)
+        place = {int(s): i for i, s in enumerate(routing.slots)}
+        assert torch.equal(got, whole[[place[int(s)] for s in few.slots]])
+    if fmt == "fp8_block":  # as a merged linear holds them: one row of scales per row of the weight
+        wide = form.row_scales(one.scales, n, scope)
+        assert torch.equal(stored.dense_linear(x, Parts(one.codes, wide), fmt, None), dense)
+print("fine")
+"""
+
+CASES = {
+    "fp8_block": [("fp8_block", 256, 256, "tile"), ("fp8_block", 160, 200, "tile"), ("fp8_block", 192, 144, "halves")],
+    "int4": [("int4", 96, 256, "group"), ("int4_g32", 130, 96, "group")],
+}
+
+# Nothing is read or written that is not named below: what a process never touched of these tensors costs no memory.
+FAR = """
+from swapq.kernels.cuda.tiles import Tiles
+from swapq.kernels.stored_gemm import stored_gemm
+
+interpreter.GridExecutor._restore_args_dev = lambda *_: None  # it would copy whole tensors onto themselves
+N, K, EXPERTS, SLOTS = 256, 256, 1 << 17, 9_000_000
+g = torch.Generator().manual_seed(0)
+packed = GROUP > 0
+codes = torch.empty(EXPERTS, N, K // 2 if packed else K, dtype=torch.uint8)
+scales = torch.empty(EXPERTS, N, K // GROUP, dtype=torch.bfloat16) if packed else torch.empty(EXPERTS, 2, 2)
+values = torch.empty(SLOTS, K, dtype=torch.bfloat16 if packed else torch.float16)
+x_scale = None if packed else torch.empty(SLOTS, 2)
+assert min(t.numel() for t in (codes, values)) > 2**31
+expert, far = EXPERTS - 1, torch.tensor([SLOTS - 1, SLOTS - 7], dtype=torch.int32)
+codes[expert] = torch.randint(0, 120, codes[expert].shape, generator=g, dtype=torch.uint8)
+scales[expert] = torch.rand(scales[expert].shape, generator=g).to(scales.dtype)
+values[far] = torch.randn(2, K, generator=g).to(values.dtype)
+if x_scale is not None:
+    x_scale[far] = torch.rand(2, 2, generator=g)
+near = torch.arange(2, dtype=torch.int32)
+rows = torch.arange(N, dtype=torch.int32) // 128
+
+def product(x, s, codes, scales, slots, at, rows_out):
+    table = torch.tensor([1, at, 0, 2], dtype=torch.int32)
+    tiles = Tiles(slots, table, 1, 64, 1, rows_out)
+    return stored_gemm(Operand(x, s), codes, scales, tiles, spread=True, group=GROUP, scale_row=None if packed else rows)
+
+found = product(values, x_scale, codes, scales, far, expert, SLOTS)[far]
+short = product(values[far], None if packed else x_scale[far], codes[expert:], scales[expert:], near, 0, 2)
+assert torch.equal(found, short) and short.float().abs().max() > 1
 print("fine")
 """
 
@@ -78,13 +137,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", list(CASES))
-def test_rows_are_the_reference_up_to_the_order_of_sums_whatever_the_edges(kind: str) -> None:
+def interpreted(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"CASES = {CASES[kind]!r}\n{SCRIPT}"],
+        [sys.executable, "-c", script],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.stdout.strip().endswith("fine"), done.stderr[-2500:]
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_rows_are_the_reference_up_to_the_order_of_sums_whatever_the_edges(kind: str) -> None:
+    interpreted(f"CASES = {CASES[kind]!r}\n{COMMON}{EDGES}")
+
+
+@pytest.mark.parametrize("group", [0, 32])
+def test_experts_and_rows_are_found_beyond_two_to_the_31(group: int) -> None:
+    interpreted(f"GROUP = {group}\n{COMMON}{FAR}")

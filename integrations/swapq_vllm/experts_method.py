@@ -134,8 +134,9 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         ):
             raise UnsupportedError(
                 f"{self.prefix}: {self.format} experts with {self.activations} rows, hidden size {hidden}, intermediate size {inner} and "
-                f"activation {act} have no kernels on this GPU that a CUDA graph can hold (gated experts whose sizes are multiples of 32, "
-                "one FP32 scale a row, a Hopper GPU); start with enforce_eager=True"
+                f"activation {act} have no kernels on this GPU that a CUDA graph can hold (a Hopper GPU, gated experts, rows in the format "
+                "of the weights or BF16 beside INT4, sizes that are multiples of 32, or of 16 in FP8 block and INT4); start with "
+                "enforce_eager=True"
             )
         options = {
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,

@@ -96,8 +96,6 @@ class SwapqLinearMethod(LinearMethodBase):
         slots = list(self.arrivals.expected)
         self.arrivals.require(layer, {name: slots for name in suffixes.values()})
         self.require_sound(layer)
-        if self.tiles is not None:  # made here, since a CUDA graph cannot hold a copy from the host
-            self.counts = torch.tensor(self._rows_per_tile(), device=layer.weight.device)
         self.after_copies(layer)
 
     def takes_copies(self, layer: Any) -> bool:
@@ -105,7 +103,10 @@ class SwapqLinearMethod(LinearMethodBase):
         return True
 
     def after_copies(self, layer: Any) -> None:
-        """On the CPU, refresh the expanded operand, in place."""
+        """Refresh what is derived, in place: CUDA graphs hold its addresses, and an engine that slept may have lost its bytes."""
+        if self.tiles is not None and any(size % formats.get(self.format).tile_rows for size in self.sizes[:-1]):
+            counts = torch.tensor(self._rows_per_tile(), device="cpu")
+            self.counts = counts.to(layer.weight.device) if self.counts is None else self.counts.copy_(counts)
         if not current_platform.is_cpu():
             return
         if layer.swapq_operands is None:
@@ -138,7 +139,7 @@ class SwapqLinearMethod(LinearMethodBase):
         scales = getattr(layer, formats.get(self.format).suffixes["scales"]).data
         if self.counts is None:
             return Parts(layer.weight.data, scales)
-        # each part of a merged linear has tiles of its own: one row of scales per row of the weight
+        # parts of a merged linear have tiles of their own; where one ends in a partial tile, every row of the weight gets its scales
         return Parts(layer.weight.data, scales.repeat_interleave(self.counts, dim=0, output_size=sum(self.sizes)))
 
     def _rows_per_tile(self) -> list[int]:

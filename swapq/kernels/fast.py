@@ -8,11 +8,13 @@ equal the engine's.
 import torch
 from torch import Tensor
 
+from swapq import formats
+from swapq.errors import SwapqError
 from swapq.formats import Parts
 from swapq.kernels import stored
 from swapq.kernels.cuda import grouped_decode as decode
 from swapq.kernels.cuda.elementwise import combine
-from swapq.kernels.cuda.quantize import GROUPS, RowOperand, expand, length, padded, row_operand
+from swapq.kernels.cuda.quantize import GROUPS, RowOperand, aligned, expand, length, padded, row_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
@@ -33,6 +35,7 @@ def routed_rows(
     x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, *, gather: bool
 ) -> Tensor:
     """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
+    _require_width(x, w, fmt)
     if fmt not in GROUPS:
         return stored.routed_rows(x, w, fmt, scope, bias, routing, gather=gather)
     from swapq.kernels.grouped_gemm import TILE_ROWS
@@ -43,6 +46,7 @@ def routed_rows(
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
+    _require_width(x, w, fmt)
     if fmt not in GROUPS:
         return stored.dense_linear(x, w, fmt, bias, scope=scope)
     rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
@@ -81,6 +85,8 @@ def stored_block(
         scope: of ``gate_up``, where it is not the format's default.
         local_of: local id of each global id; None where ids are local.
     """
+    _require_width(x, gate_up, fmt)
+    x = aligned(x)  # a copy made later would stand between the two kernels that run beside each other
     if fmt not in GROUPS:
         return stored.stored_block(x, ids, weights, gate_up, down, fmt, table, scope=scope, local_of=local_of)
     experts = gate_up.codes.shape[0]
@@ -136,6 +142,14 @@ def _expanded(
             spread=spread, in_order=in_order, bias=None if bias is None else bias[:, at], out=out[:, at],
         )  # fmt: skip
     return out
+
+
+def _require_width(x: Tensor, w: Parts, fmt: str) -> None:
+    width = formats.get(fmt).logical_shape(w.codes)[-1]
+    if x.shape[-1] != width:  # a kernel would read past the end
+        raise SwapqError(
+            f"an input {tuple(x.shape)} has rows of {x.shape[-1]}, the {fmt} weight takes rows of {width}; pass rows of that length"
+        )
 
 
 def _float(bias: Tensor | None) -> Tensor | None:

@@ -3,8 +3,6 @@
 The signatures are those of ``fast``, which sends these formats here. One Triton kernel runs every number of rows (stored_gemm.py).
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -13,6 +11,7 @@ from swapq.formats import Operand, Parts
 from swapq.formats.fp8_block import BLOCK
 from swapq.formats.int4 import INT4
 from swapq.kernels.cuda.elementwise import combine, swiglu
+from swapq.kernels.cuda.quantize import aligned
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
@@ -31,14 +30,14 @@ def routed_rows(
     from swapq.kernels.stored_gemm import TILE_ROWS
 
     tiles = tiles_of(routing, TILE_ROWS)
-    return _product(_rows(x.contiguous(), fmt), w, fmt, scope, tiles, spread=gather, in_order=True, bias=bias)
+    return _product(_rows(aligned(x), fmt), w, fmt, scope, tiles, spread=gather, in_order=True, bias=bias)
 
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
     from swapq.kernels.stored_gemm import TILE_ROWS
 
-    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1]).contiguous()
+    rows = aligned(x.to(torch.bfloat16).reshape(-1, x.shape[-1]))
     one, scope = Parts(w.codes[None], w.scales[None]), scope or formats.get(fmt).default_scope
     tiles = dense_tiles(rows.shape[0], TILE_ROWS)
     y = _product(_rows(rows, fmt), one, fmt, scope, tiles, spread=False, bias=None if bias is None else bias[None])
@@ -101,11 +100,20 @@ def _product(
     return stored_gemm(x, codes, scales, tiles, spread=spread, in_order=in_order, bias=bias, scale_row=rows)
 
 
-@lru_cache(maxsize=256)
+#: kept for good: few shapes exist, and a captured graph may read what is kept here
+_kept_rows: dict[tuple[int, int, str, torch.device], Tensor] = {}
+
+
 def _scale_rows(rows: int, scale_rows: int, scope: str, device: torch.device) -> Tensor:
-    """int32 ``[rows]``: which row of scales each row of a weight has. Few shapes exist, and a captured graph may read what is kept here."""
+    """int32 ``[rows]``: which row of scales each row of a weight has."""
+    key = (rows, scale_rows, scope, device)
+    if key in _kept_rows:
+        return _kept_rows[key]
     row = torch.arange(rows, dtype=torch.int32, device=device)
-    if scale_rows == rows and rows > 1:  # already one per row
-        return row
-    half = rows // 2 if scope == "halves" else rows
-    return row // half * -(-half // BLOCK) + row % half // BLOCK
+    if scale_rows != rows or rows == 1:  # else already one per row
+        half = rows // 2 if scope == "halves" else rows
+        row = row // half * -(-half // BLOCK) + row % half // BLOCK
+    # what a graph computes has no value before its first replay
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _kept_rows[key] = row
+    return row

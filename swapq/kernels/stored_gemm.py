@@ -50,17 +50,16 @@ def _kernel(
     column = n % N  # past the end the loads wrap around; the store is masked
     acc = tl.zeros((BM, BN), tl.float32)
     if INT4:
-        half = tl.arange(0, BK // 2)
         for start in range(0, K, BK):
-            k = start + 2 * half
-            here = k < K
-            even = tl.load(x + row[:, None] * K + k[None, :], mask=here[None, :], other=0.0)
-            odd = tl.load(x + row[:, None] * K + k[None, :] + 1, mask=here[None, :], other=0.0)
+            k = start + tl.arange(0, BK)
+            pairs = tl.load(x + row[:, None] * K + k[None, :], mask=(k < K)[None, :], other=0.0)
+            even, odd = tl.split(tl.reshape(pairs, (BM, BK // 2, 2)))
+            byte = start // 2 + tl.arange(0, BK // 2)
+            here = byte < K // 2
             line = (expert * N + column)[None, :]
-            both = tl.load(codes + line * (K // 2) + (k // 2)[:, None], mask=here[:, None], other=0).to(tl.int32)
-            scale = tl.load(scales + line * BLOCKS + (k // GROUP)[:, None], mask=here[:, None], other=0.0).to(
-                tl.float32
-            )
+            both = tl.load(codes + line * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(tl.int32)
+            block = (byte // (GROUP // 2))[:, None]
+            scale = tl.load(scales + line * BLOCKS + block, mask=here[:, None], other=0.0).to(tl.float32)
             low = ((both & 15) ^ 8) - 8  # two's complement
             high = ((both >> 4) ^ 8) - 8
             acc = tl.dot(even, (low.to(tl.float32) * scale).to(tl.bfloat16), acc)

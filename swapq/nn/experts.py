@@ -132,8 +132,11 @@ class SwapqExperts(QuantizedStorage):
     def _linear(self, name: str, slices: int) -> ExpertLinear:
         bias = getattr(self, f"{name}_bias", None)
         q = self.current(name)
-        if self.trainable and torch.is_grad_enabled():
-            return TrainableExpertLinear(getattr(self, name), bias, replace(self.spec, slices=slices), q)
+        if torch.is_grad_enabled():
+            spec = replace(self.spec, slices=slices)
+            if not self.trainable:
+                return TrainableExpertLinear.held(q, bias, spec)
+            return TrainableExpertLinear(getattr(self, name), bias, spec, q)
         if dispatch.fast(q.codes.device, self.spec.weights, self.spec.activations, q.shape, slices):
             return StoredExpertLinear(q, bias)
         values, scale = q.operand()

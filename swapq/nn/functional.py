@@ -13,7 +13,7 @@ their straight-through estimator. The weight gradient passes straight through th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -186,6 +186,11 @@ class TrainableExpertLinear:
         self.weight = (
             weight if weight is not None else quantize_weight(master, spec.weights, transposed=spec.transposed)
         )
+
+    @classmethod
+    def held(cls, weight: QTensor, bias: Tensor | None, spec: LinearSpec) -> "TrainableExpertLinear":
+        """Over codes without a master: the gradient of the rows alone, that of mode ``dequantized``, the one mode that needs no master."""
+        return cls(weight.codes, bias, replace(spec, backward="dequantized", transposed=False), weight)
 
     def __call__(self, x: Tensor, routing: Routing, *, gather: bool) -> Tensor:
         return _RoutedLinear.apply(x, self.master, self.bias, routing, self.spec, gather, _Held(self.weight))

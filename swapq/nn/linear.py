@@ -120,9 +120,11 @@ class SwapqLinear(QuantizedStorage, nn.Linear):
 
     def _forward(self, x: Tensor) -> Tensor:
         q = self.quantized()["weight"]
-        if self.trainable and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
             q = QTensor(q.codes[None], q.scales[None], q.format, q.scope, q.axis, q.source_dtype, _stacked(q))
             bias = None if self.bias is None else self.bias[None]
+            if not self.trainable:
+                return _through(TrainableExpertLinear.held(q, bias, self.spec), x)
             return _through(TrainableExpertLinear(self.weight[None], bias, self.spec, q), x)
         return frozen_linear(x, q, self.bias, self.spec.activations)
 

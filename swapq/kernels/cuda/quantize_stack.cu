@@ -10,7 +10,7 @@
 //    SLOTS        slices that a block holds at a time, of consecutive matrices of its team
 //    LEAD         matrices between the amax of one and the codes of another, less than SLOTS: what hides the wait for the team
 //    WARPS
-// All blocks of the grid must be on the GPU at once (cooperative launch): a team waits for its own members.
+// All blocks of the grid must be on the GPU at once (cooperative launch): a team waits for its own members. Two share a multiprocessor.
 #include "contract.cuh"
 #include "blocks.cuh"
 #include "bulk_copy.cuh"
@@ -33,7 +33,7 @@ DEVICE Block load_shared(const u16* at) {
              second ? a.z : b.z, second ? a.w : b.w}};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 96) quantize_stack(
+extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
     const u16* __restrict__ x, int matrices, Scope* scopes, uint2* __restrict__ codes, u8* __restrict__ scales,
     float* __restrict__ global_scales) {
     extern __shared__ __align__(128) u16 slices[];  // [SLOTS][SLICE]
