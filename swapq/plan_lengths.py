@@ -1,5 +1,6 @@
 """Lengths against blocks: what a format, or an engine that cuts tensors over ranks, could not hold is refused before anything is made."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from swapq import formats
@@ -9,6 +10,9 @@ from swapq.errors import PlanError
 from swapq.recipe import Recipe
 
 __all__ = ["check_lengths"]
+
+_SHOWN = 4
+_NUMBER = re.compile(r"\.\d+(?=[.': ])")  # of a layer or an expert, in a dotted name
 
 #: projections of key and value heads, which an engine replicates where there are fewer heads than ranks
 _MAYBE_REPLICATED = frozenset({"k_proj", "v_proj", "to_k", "to_v", "wk", "wv", "key", "value"})
@@ -21,7 +25,7 @@ def check_lengths(anatomy: Anatomy, recipe: Recipe, chosen: Sequence[str], tp: i
         chosen: format of each of the anatomy's tensors.
 
     Raises:
-        PlanError: naming up to four tensors with their length, the block, and what to do.
+        PlanError: naming up to four kinds of tensors by their first, with its length, the block, what to do, and how many are alike.
     """
     problems: list[str] = []
     done: set[str] = set()
@@ -37,8 +41,18 @@ def check_lengths(anatomy: Anatomy, recipe: Recipe, chosen: Sequence[str], tp: i
             if ep > layout.num_experts:
                 problems.append(f"{layout.prefix} has {layout.num_experts} experts, fewer than ep = {ep}")
     if problems:
-        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-        raise PlanError("; ".join(problems[:4]) + more)
+        kinds = list(_alike(problems))
+        more = f" (and {len(kinds) - _SHOWN} kinds of tensors more)" if len(kinds) > _SHOWN else ""
+        raise PlanError("; ".join(kinds[:_SHOWN]) + more)
+
+
+def _alike(problems: Sequence[str]) -> Iterable[str]:
+    """One line for those that differ in the numbers of layers or experts alone: the first, and how many there are."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(_NUMBER.sub(".N", problem), []).append(problem)
+    for first, *others in kinds.values():
+        yield first + (f" (and {len(others)} more like it)" if others else "")
 
 
 def _linear_lengths(info: TensorInfo, fmt: str, recipe: Recipe, tp: int) -> Iterable[str]:

@@ -201,6 +201,14 @@ def test_a_length_that_the_block_does_not_divide_is_refused_with_numbers_and_adv
         plan(sized(inner=inner), recipe)
 
 
+def test_layers_that_are_refused_alike_are_one_line_with_their_number(sized):
+    with pytest.raises(PlanError) as refused:
+        plan(sized(inner=40), nvfp4())
+    message = str(refused.value)
+    assert message.count("length 40 is not a multiple of the nvfp4 block of 16") == 1
+    assert message.endswith("(and 1 more like it)")
+
+
 def test_the_advice_of_a_refusal_works(sized):
     made = plan(
         sized(inner=48), mxfp8(backward="dequantized", keep_bf16=["model.layers.0.mlp.experts", "layers.1.mlp.experts"])
@@ -289,8 +297,8 @@ def test_small_members_of_a_fused_group_follow_the_group():
 
 
 def test_many_refusals_are_told_at_once_and_counted(sized):
-    with pytest.raises(PlanError, match=r"layers\.0\..*layers\.1\."):
-        plan(sized(inner=40), nvfp4())
+    with pytest.raises(PlanError, match=r"gate and up: length 72 .*1 more like it.* down: length 40 .*1 more like it"):
+        plan(sized(hidden=72, inner=40), nvfp4())
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(0, 1), (1, 0), (True, 1), (2.0, 1)])
