@@ -11,7 +11,9 @@ from vllm.platforms import current_platform
 from swapq import formats
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.formats import Parts
+from swapq.kernels import dispatch
 from swapq_vllm.built import built
+from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_linear, guard_tiles
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import stacked_linear
@@ -47,11 +49,12 @@ class SwapqLinearMethod(LinearMethodBase):
         """Register codes and scales in checkpoint layout.
 
         Raises:
-            FormatError, UnsupportedError: tensor parallelism would cut a block.
+            FormatError, UnsupportedError: tensor parallelism would cut a block, or there is no kernel for the graphs to be captured.
         """
         form = formats.get(self.format)
         form.check_length(input_size_per_partition, name=f"{self.prefix} (input size {input_size} on this rank)")
         self._require_whole_tiles(input_size_per_partition, input_size, output_partition_sizes, output_size)
+        self._require_kernels(sum(output_partition_sizes), input_size_per_partition)
         shapes = form.part_shapes((sum(output_partition_sizes), input_size_per_partition), scope=form.default_scope)
         whole = form.part_shapes((1, input_size), scope=form.default_scope)
         self.arrivals = Arrivals({(shard,): name for shard, name in self.names.items()})
@@ -71,6 +74,17 @@ class SwapqLinearMethod(LinearMethodBase):
                 setattr(parameter, attribute, value)
         self.counts: Tensor | None = None
         layer.swapq_operands = None
+
+    def _require_kernels(self, rows: int, columns: int) -> None:
+        """Said when the engine is built: a capture would fail with an error about streams."""
+        if not current_platform.is_cuda_alike() or not captures_graphs():
+            return
+        if not dispatch.fast(torch.device("cuda"), self.format, self.activations, (rows, columns)):
+            raise UnsupportedError(
+                f"{self.prefix}: a {self.format} linear of {rows} x {columns} with {self.activations} rows has no kernel on this GPU that "
+                "a CUDA graph can hold (a Hopper GPU, rows in the format of the weights or BF16 beside INT4, sizes that are multiples of "
+                "32, or of 16 in FP8 block and INT4); start with enforce_eager=True, or keep this layer in BF16 (`keep_bf16`)"
+            )
 
     def _require_whole_tiles(self, columns: int, every_column: int, rows: list[int], every_row: int) -> None:
         """Ranks may cut a weight between its tiles only; without a cut the last tile of each part may be partial."""

@@ -1,5 +1,6 @@
 """FP8 block in merged linears: parts that end in a partial tile, and addresses that CUDA graphs can hold. No engine needed."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from swapq.errors import UnsupportedError
 from swapq.nn.linear import frozen_linear
 from swapq.qtensor import QTensor, quantize
 
@@ -34,7 +36,9 @@ def merged(sizes: tuple[int, ...]) -> tuple[Any, nn.Module, list[QTensor]]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes stay codes, as on a GPU."""
-    monkeypatch.setattr(linear_method, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(
+        linear_method, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: False)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(256, 128, 128), (256, 128, 72), (130, 72, 1), (200,)])
@@ -66,3 +70,16 @@ def test_what_a_graph_may_hold_stays_where_it_is_and_is_filled_anew(on_gpu: None
     assert method.counts.data_ptr() == address
     assert torch.equal(method.counts, content)
     assert content.tolist() == [128, 2, 72]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "kernels", "refused"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_linear_that_no_graph_can_hold_is_refused_when_the_engine_is_built(
+    graphs: bool, kernels: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_method, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    monkeypatch.setattr(linear_method, "captures_graphs", lambda: graphs)
+    monkeypatch.setattr(linear_method.dispatch, "kernels", lambda device: kernels)
+    with pytest.raises(UnsupportedError, match=r"200 x 160 .*enforce_eager=True") if refused else nullcontext():
+        merged((200,))
