@@ -89,11 +89,11 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
 #pragma unroll 1
     for (int chunk = 0; chunk < STEPS; chunk += CHUNK_STEPS) {
         // Tokens and scales of this chunk. Rows of tokens that are not there stay as they are: nothing reads what they give.
-        if (chunk) __syncthreads();
+        __syncthreads();  // everybody knows the arrival barrier, and has read what is replaced now
         const int width = min(CHUNK, PADDED_K - chunk * GROUP), present = min(a.count, 8 * WIDE);
         const int chunk_byte = chunk * (int)STEP_SCALES, scale_bytes = min(SCALE_CHUNK, (int)SCALE_BYTES - chunk_byte);
+        // Copies may arrive before their bytes are announced: the barrier opens after both.
         if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2 + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
-        __syncthreads();
         for (int local = threadIdx.x; local < HELD_ROWS; local += 32 * WARPS) {
             // GATED: half of the rows are gate rows, half the up rows beside them. Past the end any row will do.
             const int out = min(block_row + (GATED ? local % (HELD_ROWS / 2) : local), OUT - 1);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
         return;
     }
     __shared__ Arrival arrival;
-    if (threadIdx.x == 0) arrival_init(&arrival);  // the barrier before the first copy makes it known
+    if (threadIdx.x == 0) arrival_init(&arrival);
     // A tile: expert, first position in slots, slots. Without a table there is one expert, and it takes every row in its place.
     const int* tile = tiles + 1 + 3 * blockIdx.y;
     const int expert = tiles ? tile[0] : 0, first = tiles ? tile[1] : blockIdx.y * TOKENS;
