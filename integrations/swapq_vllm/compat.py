@@ -58,7 +58,10 @@ def require_supported() -> None:
 def captures_graphs() -> bool:
     """Whether the engine that is being built will capture CUDA graphs."""
     from vllm.config import get_current_vllm_config
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cuda_alike():
+        return False
     mode = get_current_vllm_config().compilation_config.cudagraph_mode
     return getattr(mode, "name", "NONE") != "NONE"
 

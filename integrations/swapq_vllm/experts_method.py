@@ -15,7 +15,7 @@ from swapq_vllm.built import built
 from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
-from swapq_vllm.ops import capturable, routed_experts
+from swapq_vllm.ops import KERNELS_TAKE, capturable, routed_experts
 from swapq_vllm.soundness import can_be_unsound, unsound
 
 if TYPE_CHECKING:
@@ -127,15 +127,12 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
             )
         self.act, self.gated = _GATES[act]
         shapes = ((2 * inner, hidden), (hidden, inner))
-        if (
-            current_platform.is_cuda_alike()
-            and captures_graphs()
-            and not capturable(torch.device("cuda"), self.format, self.activations, self.act, self.gated, *shapes)
+        if captures_graphs() and not capturable(
+            torch.device("cuda"), self.format, self.activations, self.act, self.gated, *shapes
         ):
             raise UnsupportedError(
                 f"{self.prefix}: {self.format} experts with {self.activations} rows, hidden size {hidden}, intermediate size {inner} and "
-                f"activation {act} have no kernels on this GPU that a CUDA graph can hold (a Hopper GPU, gated experts, rows in the format "
-                "of the weights or BF16 beside INT4, sizes that are multiples of 32, or of 16 in FP8 block and INT4); start with "
+                f"activation {act} have no kernels on this GPU that a CUDA graph can hold ({KERNELS_TAKE}, gated experts); start with "
                 "enforce_eager=True"
             )
         options = {

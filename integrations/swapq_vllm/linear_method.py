@@ -16,7 +16,7 @@ from swapq_vllm.built import built
 from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_linear, guard_tiles
 from swapq_vllm.operands import Operands
-from swapq_vllm.ops import stacked_linear
+from swapq_vllm.ops import KERNELS_TAKE, stacked_linear
 from swapq_vllm.soundness import unsound
 
 __all__ = ["SwapqLinearMethod"]
@@ -77,13 +77,12 @@ class SwapqLinearMethod(LinearMethodBase):
 
     def _require_kernels(self, rows: int, columns: int) -> None:
         """Said when the engine is built: a capture would fail with an error about streams."""
-        if not current_platform.is_cuda_alike() or not captures_graphs():
-            return
-        if not dispatch.fast(torch.device("cuda"), self.format, self.activations, (rows, columns)):
+        if captures_graphs() and not dispatch.fast(
+            torch.device("cuda"), self.format, self.activations, (rows, columns)
+        ):
             raise UnsupportedError(
                 f"{self.prefix}: a {self.format} linear of {rows} x {columns} with {self.activations} rows has no kernel on this GPU that "
-                "a CUDA graph can hold (a Hopper GPU, rows in the format of the weights or BF16 beside INT4, sizes that are multiples of "
-                "32, or of 16 in FP8 block and INT4); start with enforce_eager=True, or keep this layer in BF16 (`keep_bf16`)"
+                f"a CUDA graph can hold ({KERNELS_TAKE}); start with enforce_eager=True, or keep this layer in BF16 (`keep_bf16`)"
             )
 
     def _require_whole_tiles(self, columns: int, every_column: int, rows: list[int], every_row: int) -> None:

@@ -2,7 +2,7 @@
 
 On a Hopper GPU experts and linears run on kernels that a CUDA graph can hold. Where they do not reach (slices of ``expert_tp``, other
 GPUs, odd shapes) the bodies run torch code whose routing reads token counts on the host: right, but it synchronizes and
-cannot be captured; the experts' method says so when the engine starts (:func:`capturable`).
+cannot be captured; the methods of experts and linears say so when the engine starts.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,14 @@ from swapq.kernels.routing import Routing
 from swapq.nn.expert_block import FrozenExpertLinear, expert_block
 from swapq.nn.gate import Gate, activation_table
 
-__all__ = ["capturable", "routed_experts", "stacked_linear"]
+__all__ = ["KERNELS_TAKE", "capturable", "routed_experts", "stacked_linear"]
+
+
+#: what :func:`swapq.kernels.dispatch.fast` wants, for messages
+KERNELS_TAKE = (
+    "a Hopper GPU, rows in the format of the weights or BF16 beside INT4, sizes that are multiples of 32, or of 16 in FP8 block "
+    "and INT4"
+)
 
 
 def capturable(
@@ -95,7 +102,7 @@ def routed_experts(
             local_of=None if expert_map is None else expert_map.to(torch.int32),
         )
     ids = topk_ids if expert_map is None else _local(topk_ids.to(torch.int64), expert_map)
-    first, second = _operand(gate_up, stored), _operand(down, stored.partition(":")[0])
+    first, second = _operand(gate_up, stored), _operand(down, name)
     return expert_block(
         x,
         ids,

@@ -149,13 +149,15 @@ class Served:
             elif tensor is None:
                 found["unreadable"].append(name)
             else:
-                digests.add(name, placement.as_stored(tensor))
-                held.add(name, tensor)
+                stored = placement.as_stored(tensor)
+                digests.add(name, stored)
+                if stored is not tensor:
+                    held.add(name, tensor)
         as_stored, as_held = digests.result(), held.result()
         for name, value in as_stored.items():
-            found["equal" if expected[name] in (value, as_held[name]) else "wrong"].append(name)
+            found["equal" if expected[name] in (value, as_held.get(name)) else "wrong"].append(name)
         for name, other in self.tied.items():  # the sender's copy of what the engine holds once
-            if name in expected and other in as_held and expected[name] not in (as_stored[other], as_held[other]):
+            if name in expected and other in as_stored and expected[name] not in (as_stored[other], as_held.get(other)):
                 found["wrong"].append(name)
         found["unknown"] = sorted(set(expected) - set(self.placements) - set(self.tied))
         return found

@@ -88,9 +88,9 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
     if fmt == "mxfp8" and axis == -2:
         return _columns(cuda.aligned(x)) if x.shape[-1] % 2 == 0 else None
     if fmt == "mxfp8" or (fmt == "nvfp4" and scope == "tensor"):
-        return cuda.quantize_matrix(cuda.aligned(x), fmt, amax)
+        return cuda.quantize_matrix(x, fmt, amax)
     if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
-        return cuda.quantize_rows(cuda.aligned(x), fmt)
+        return cuda.quantize_rows(x, fmt)
     return None
 
 

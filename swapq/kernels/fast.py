@@ -41,7 +41,7 @@ def routed_rows(
     from swapq.kernels.grouped_gemm import TILE_ROWS
 
     tiles = tiles_of(routing, TILE_ROWS)
-    return _expanded(row_operand(x.contiguous(), fmt), w, fmt, tiles, spread=gather, in_order=True, bias=_float(bias))
+    return _expanded(row_operand(x, fmt), w, fmt, tiles, spread=gather, in_order=True, bias=stored.epilogue_bias(bias))
 
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: s
 def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
     few = x.shape[0] <= 4 * _FEW
     tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0]) if few else 128)
-    return _product(row_operand(x.contiguous(), fmt), w, fmt, tiles, few=few, spread=False, bias=_float(bias))
+    return _product(row_operand(x, fmt), w, fmt, tiles, few=few, spread=False, bias=stored.epilogue_bias(bias))
 
 
 def _dense_tokens(rows: int) -> int:
@@ -150,7 +150,3 @@ def _require_width(x: Tensor, w: Parts, fmt: str) -> None:
         raise SwapqError(
             f"an input {tuple(x.shape)} has rows of {x.shape[-1]}, the {fmt} weight takes rows of {width}; pass rows of that length"
         )
-
-
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(torch.bfloat16).float().contiguous()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swapq.kernels.cuda.quantize import RowOperand
 from swapq.kernels.cuda.tiles import Tiles
+from swapq.kernels.tile_rows import tile_rows
 
 __all__ = ["TILE_ROWS", "grouped_gemm"]
 
@@ -28,22 +29,10 @@ def _kernel(
     out_width = N // 2 if GATED else N
     blocks = tl.cdiv(out_width, BN)
     tile = tl.program_id(0) // blocks
-    if DENSE:
-        expert = tl.zeros((), tl.int64)
-        first = tile * BM
-        count = rows - first
-    else:
+    if not DENSE:  # noqa: SIM102  Triton would compile both sides of an `and`, and here is no table
         if tile >= tl.load(tiles):
             return
-        expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
-        first = tl.load(tiles + 2 + 3 * tile)
-        count = tl.load(tiles + 3 + 3 * tile)
-    m = tl.arange(0, BM)
-    inside = m < count
-    place = (first + tl.where(inside, m, 0)).to(tl.int64)
-    slot = place if DENSE else tl.load(slots + place).to(tl.int64)
-    out_row = place if SORTED else slot
-    row = slot // top_k if SPREAD else out_row
+    expert, inside, out_row, row = tile_rows(slots, tiles, tile, rows, top_k, SPREAD, SORTED, DENSE, BM)
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     column = n % out_width  # past the end the loads wrap around; the store is masked
     k = tl.arange(0, BK)

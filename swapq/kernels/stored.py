@@ -15,7 +15,7 @@ from swapq.kernels.cuda.quantize import aligned
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
-__all__ = ["dense_linear", "fits", "routed_rows", "stored_block"]
+__all__ = ["dense_linear", "epilogue_bias", "fits", "routed_rows", "stored_block"]
 
 
 def fits(fmt: str, n: int, k: int) -> bool:
@@ -66,6 +66,11 @@ def stored_block(
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
 
 
+def epilogue_bias(bias: Tensor | None) -> Tensor | None:
+    """A bias as kernels add it: float32, rounded to BF16 first (contract section 3)."""
+    return None if bias is None else bias.to(torch.bfloat16).float().contiguous()
+
+
 def _rows(x: Tensor, fmt: str) -> Operand:
     """The operand of BF16 rows: E4M3 values in FP16, with a scale per 128 of K; rows beside INT4 weights as they are."""
     if fmt != "fp8_block":
@@ -88,7 +93,7 @@ def _product(
 ) -> Tensor:
     from swapq.kernels.stored_gemm import stored_gemm
 
-    form, bias = formats.get(fmt), None if bias is None else bias.to(torch.bfloat16).float().contiguous()
+    form, bias = formats.get(fmt), epilogue_bias(bias)
     codes, scales = w.codes, w.scales.contiguous()
     if isinstance(form, INT4):
         codes = codes if codes.dtype == torch.uint8 else form.stored(Parts(codes, scales)).codes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swapq.formats import Operand
 from swapq.kernels.cuda.tiles import Tiles
+from swapq.kernels.tile_rows import tile_rows
 
 __all__ = ["TILE_ROWS", "stored_gemm"]
 
@@ -30,22 +31,10 @@ def _kernel(
 ):  # fmt: skip
     blocks = tl.cdiv(N, BN)
     tile = tl.program_id(0) // blocks
-    if DENSE:
-        expert = tl.zeros((), tl.int64)
-        first = tile * BM
-        count = rows - first
-    else:
+    if not DENSE:  # noqa: SIM102  Triton would compile both sides of an `and`, and here is no table
         if tile >= tl.load(tiles):
             return
-        expert = tl.load(tiles + 1 + 3 * tile).to(tl.int64)
-        first = tl.load(tiles + 2 + 3 * tile)
-        count = tl.load(tiles + 3 + 3 * tile)
-    m = tl.arange(0, BM)
-    inside = m < count
-    place = (first + tl.where(inside, m, 0)).to(tl.int64)
-    slot = place if DENSE else tl.load(slots + place).to(tl.int64)
-    out_row = place if SORTED else slot
-    row = slot // top_k if SPREAD else out_row
+    expert, inside, out_row, row = tile_rows(slots, tiles, tile, rows, top_k, SPREAD, SORTED, DENSE, BM)
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     column = n % N  # past the end the loads wrap around; the store is masked
     acc = tl.zeros((BM, BN), tl.float32)

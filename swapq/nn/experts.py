@@ -129,10 +129,10 @@ class SwapqExperts(QuantizedStorage):
             return Gate(function=lambda rows: family_gate(self, rows))
         return Gate(cast(nn.Module, self.act_fn), gated=self.swapq_layout.gated)
 
-    def _linear(self, name: str, slices: int) -> ExpertLinear:
+    def _linear(self, name: str, slices: int, rows_learn: bool = True) -> ExpertLinear:
         bias = getattr(self, f"{name}_bias", None)
         q = self.current(name)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self.trainable or rows_learn):
             spec = replace(self.spec, slices=slices)
             if not self.trainable:
                 return TrainableExpertLinear.held(q, bias, spec)
@@ -147,13 +147,14 @@ class SwapqExperts(QuantizedStorage):
         """``[T, H]``, integer ``[T, k]``, ``[T, k]`` -> ``[T, H]`` in the dtype of ``hidden_states``."""
         if self.trains_in_bf16:
             return self.plain.forward(self, hidden_states, top_k_index, top_k_weights)
+        rows_learn = hidden_states.requires_grad
         with torch.autocast(hidden_states.device.type, enabled=False):
             out = expert_block(
                 hidden_states,
                 top_k_index,
                 top_k_weights,
-                self._linear(self.up_name, 1),
-                self._linear(self.down_name, self.expert_tp),
+                self._linear(self.up_name, 1, rows_learn),
+                self._linear(self.down_name, self.expert_tp, rows_learn),
                 num_experts=self.swapq_layout.num_experts,
                 gate=self._gate(),
             )

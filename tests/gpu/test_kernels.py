@@ -14,6 +14,8 @@ from swapq.nn.gate import activation_table
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CUDA = torch.device("cuda")
 E, H, I, TOP = 16, 512, 256, 4  # noqa: E741
+#: a tiny model's lengths are no multiples of 128
+OPTIONS = {"int4-qat": {"weights": {"routed_experts": "int4_g32"}}}
 KINDS = ("normal", "heavy tails", "every pattern", "tiny", "sparse", "huge")
 
 
@@ -220,13 +222,17 @@ def test_a_cuda_graph_holds_the_block() -> None:
         ("mxfp8-rl", "low_precision"),
         ("mxfp8-rl", "high_precision"),
         ("mxfp8-rl", "dequantized"),
+        ("fp8-block-rl", "low_precision"),
+        ("fp8-block-rl", "high_precision"),
+        ("fp8-block-rl", "dequantized"),
+        ("int4-qat", "dequantized"),
     ],
 )
 def test_a_training_step_is_the_reference_up_to_the_order_of_sums(recipe: str, mode: str) -> None:
     from tests.helpers.models import qwen3_moe
 
     model = qwen3_moe().to(CUDA, torch.bfloat16)
-    swapq.convert(model, recipe, backward=mode, last_layers_bf16=0)
+    swapq.convert(model, recipe, backward=mode, last_layers_bf16=0, **OPTIONS.get(recipe, {}))
     ids = torch.arange(1, 60, device=CUDA)[None]
 
     def step() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -247,13 +253,13 @@ def test_a_training_step_is_the_reference_up_to_the_order_of_sums(recipe: str, m
         assert error < 0.1, (name, error)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl", "fp8-block-rl", "int4-qat"])
 def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
     from swapq.kernels import fast
     from tests.helpers.models import qwen3_moe
 
     model = qwen3_moe().to(CUDA, torch.bfloat16)
-    swapq.convert(model, recipe, last_layers_bf16=0)
+    swapq.convert(model, recipe, last_layers_bf16=0, **OPTIONS.get(recipe, {}))
     experts = model.model.layers[0].mlp.experts
     fmt, hidden = experts.spec.weights, experts.swapq_layout.hidden
     g = torch.Generator(CUDA).manual_seed(5)
@@ -261,9 +267,10 @@ def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
     x = sample("normal", 33, hidden)
     trained = experts(x, ids, weights)
     assert trained.requires_grad
-    up, down = (experts.quantized()[n].parts for n in experts.weight_names())
-    table = activation_table(experts.act_fn, CUDA)
-    assert torch.equal(trained, fast.stored_block(x, ids, weights, up, down, fmt, table))
+    q = experts.quantized()
+    up, down = (formats.get(fmt).stored(q[n].parts) for n in experts.weight_names())  # as an engine holds them
+    table, scope = activation_table(experts.act_fn, CUDA), q[experts.up_name].scope
+    assert torch.equal(trained, fast.stored_block(x, ids, weights, up, down, fmt, table, scope=scope))
     with torch.no_grad():
         assert torch.equal(trained, experts(x, ids, weights))
 

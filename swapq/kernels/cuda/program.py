@@ -181,18 +181,6 @@ class Program:
             return
         if x >= 1 << 31 or max(y, z) >= 1 << 16:
             raise SwapqError(f"{self.file}: a grid of {grid} blocks is larger than CUDA's; split the tensor")
-        with torch.cuda.device(self._device):
-            self._launch((x, y, z), threads, args, shared, overlap, together)
-
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        args: "tuple[Tensor | int | float | None, ...]",
-        shared: int,
-        overlap: bool,
-        together: bool,
-    ) -> None:
         for a in args:
             if isinstance(a, Tensor) and a.get_device() != self._device:
                 raise SwapqError(
@@ -200,17 +188,18 @@ class Program:
                 )
         held = [_argument(a) for a in args]
         addresses = (ctypes.c_void_p * len(held))(*[ctypes.addressof(a) for a in held])
-        driver = self._driver
-        if not int(driver.cuCtxGetCurrent()[1]):  # a thread of which torch has asked nothing yet
-            _require(driver.cuCtxSetCurrent(self._context)[0], self.file)
-        stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        where = (*grid, threads, 1, 1, shared, stream)
-        if not overlap and not together:
-            code = driver.cuLaunchKernel(self._function, *where, ctypes.addressof(addresses), 0)[0]
-        else:
-            config = _config(driver, where, overlap, together)
-            code = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(addresses), 0)[0]
-        _require(code, self.file)
+        with torch.cuda.device(self._device):
+            driver = self._driver
+            if not int(driver.cuCtxGetCurrent()[1]):  # a thread of which torch has asked nothing yet
+                _require(driver.cuCtxSetCurrent(self._context)[0], self.file)
+            stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+            where = (x, y, z, threads, 1, 1, shared, stream)
+            if not overlap and not together:
+                code = driver.cuLaunchKernel(self._function, *where, ctypes.addressof(addresses), 0)[0]
+            else:
+                config = _config(driver, where, overlap, together)
+                code = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(addresses), 0)[0]
+            _require(code, self.file)
 
 
 def _config(driver: Any, where: tuple[int, ...], overlap: bool, together: bool) -> Any:

@@ -91,7 +91,7 @@ def _launch(
 
 
 def quantize_rows(x: Tensor, fmt: str, *, table: Tensor | None = None) -> Parts:
-    """Codes and scales of contiguous BF16 rows ``x [M, K]``, one FP32 scale per row in NVFP4.
+    """Codes and scales of BF16 rows ``x [M, K]``, one FP32 scale per row in NVFP4.
 
     Args:
         table: BF16 ``[65536]``, the activation of every BF16 number: then ``x [M, 2K]`` holds gate and up, and what is quantized is
@@ -106,12 +106,12 @@ def quantize_rows(x: Tensor, fmt: str, *, table: Tensor | None = None) -> Parts:
 
 
 def quantize_matrix(x: Tensor, fmt: str, amax: Tensor | None = None) -> Parts:
-    """Codes and scales of contiguous BF16 weights ``x [..., N, K]``, one FP32 scale per leading index in NVFP4.
+    """Codes and scales of BF16 weights ``x [..., N, K]``, one FP32 scale per leading index in NVFP4.
 
     Args:
         amax: float32, shape of the leading dimensions; taken in the same pass if it is not given.
     """
-    form, kind = formats.get(fmt), _TENSOR if fmt == "nvfp4" else _MXFP8
+    form, kind, x = formats.get(fmt), _TENSOR if fmt == "nvfp4" else _MXFP8, aligned(x)
     shapes = form.part_shapes(tuple(x.shape), scope=form.default_scope)
     parts = {n: torch.empty(s, dtype=form.dtypes[n], device=x.device) for n, s in shapes.items() if n != "global_scale"}
     if kind == _TENSOR and amax is None:
@@ -146,7 +146,7 @@ def _team(n: int, k: int, resident: int) -> _Team | None:
 
 
 def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Parts:
-    x, (*lead, n, k) = aligned(x), x.shape
+    *lead, n, k = x.shape
     matrices = codes.shape[:-2].numel()
     decode = torch.empty(lead, dtype=torch.float32, device=x.device)
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
@@ -164,7 +164,7 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
 
 
 def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None, beside: bool = False) -> RowOperand:
-    """The operand of contiguous BF16 rows: quantized and expanded again without codes in between.
+    """The operand of BF16 rows: quantized and expanded again without codes in between.
 
     Args:
         table: as in :func:`quantize_rows`.
