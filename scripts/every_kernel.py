@@ -6,6 +6,7 @@
 import torch
 
 import swapq
+from swapq import formats
 from swapq.digest import tensor_digest
 from swapq.kernels import dispatch, fast
 from swapq.kernels.cuda import columns, elementwise
@@ -36,6 +37,18 @@ def block(fmt: str, hidden: int, inner: int) -> None:
         fast.dense_linear(normal(rows, hidden), swapq.quantize(normal(2 * inner, hidden), fmt).parts, fmt, normal(2 * inner))
 
 
+def stored_block(fmt: str, hidden: int, inner: int) -> None:
+    """The product that reads FP8 blocks and INT4 groups."""
+    stored = [
+        formats.get(fmt).stored(swapq.quantize(normal(EXPERTS, *shape) * 0.05, fmt).parts)
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    ]
+    table = activation_table("silu", CUDA)
+    for tokens in (1, 5, 300):
+        weights, ids = torch.topk(torch.rand(tokens, EXPERTS, device=CUDA), TOP)
+        fast.stored_block(normal(tokens, hidden), ids.int(), weights, *stored, fmt, table)
+
+
 def main() -> None:
     for hidden, inner in ((160, 96), (512, 256)):
         for fmt in ("nvfp4", "mxfp8"):
@@ -46,6 +59,8 @@ def main() -> None:
         dispatch.quantize(normal(2, 72, k), "mxfp8", "block", -2, None)
         for fmt in ("nvfp4", "mxfp8"):
             swapq.quantize(normal(3, 64, k), fmt).dequantize(torch.bfloat16)
+    for fmt in ("fp8_block", "int4"):
+        stored_block(fmt, 512, 256)
     columns.quantize_columns(normal(70, 96), (1, 33, 0, 36))
     table, rows = activation_table("silu", CUDA), normal(11, 96)
     elementwise.swiglu(rows, table)

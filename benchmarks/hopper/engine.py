@@ -2,8 +2,9 @@
 
 Each engine is a process of its own with CUDA graphs and torch.compile, as many at a time as there are GPUs; the checkpoints are synthetic
 and made here. A step is timed as a user sees it; "GPU busy" beside it is what its kernels take, since from some speed on the engine's
-host loop is the slower of the two. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler of a full one would
-outweigh the experts.
+host loop is the slower of the two. vLLM runs its loop in a process beside the caller's, as it does by itself;
+``VLLM_ENABLE_V1_MULTIPROCESSING=0`` puts both in one. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler
+of a full one would outweigh the experts.
 """
 
 import json
@@ -13,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,20 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def _gpu_seconds(work: Callable[[], object]) -> float:
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        work()
-    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_type() == DeviceType.CUDA]
-    return covered(spans) * 1e-9
+class Traced:
+    """What vLLM adds to its worker, in whichever process that is: a profiler of kernels."""
+
+    def start_trace(self) -> None:
+        self._trace = profile(activities=[ProfilerActivity.CUDA])
+        self._trace.start()
+
+    def stop_trace(self) -> float:
+        """Seconds in which at least one kernel ran."""
+        torch.cuda.synchronize()
+        self._trace.stop()
+        events = self._trace.profiler.kineto_results.events()  # type: ignore[union-attr]
+        spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_type() == DeviceType.CUDA]
+        return covered(spans) * 1e-9
 
 
 def measure(folder: Path, engine: str) -> None:
@@ -84,7 +92,8 @@ def measure(folder: Path, engine: str) -> None:
     llm = LLM(
         model=str(folder / ("bf16" if engine == "fp8" else engine)), skip_tokenizer_init=True, max_model_len=PREFILL + 64,
         max_num_seqs=256, max_num_batched_tokens=PREFILL + 64, gpu_memory_utilization=0.6, enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": list(BATCHES)}, **options,
+        compilation_config={"cudagraph_capture_sizes": list(BATCHES)},
+        worker_extension_cls=f"benchmarks.hopper.engine.{Traced.__name__}", **options,
     )  # fmt: skip
 
     def run(prompts: list[dict[str, list[int]]], tokens: int) -> float:
@@ -93,6 +102,11 @@ def measure(folder: Path, engine: str) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
+    def gpu_seconds(prompts: list[dict[str, list[int]]], tokens: int) -> float:
+        llm.collective_rpc("start_trace")
+        run(prompts, tokens)
+        return llm.collective_rpc("stop_trace")[0]
+
     found: dict[str, float] = {}
     for batch in BATCHES:
         prompts = [
@@ -100,7 +114,7 @@ def measure(folder: Path, engine: str) -> None:
         ]
         run(prompts, 4)
         found[str(batch)] = min(run(prompts, STEPS + 1) - run(prompts, 1) for _ in range(3)) / STEPS
-        few, one = (_gpu_seconds(partial(run, prompts, tokens)) for tokens in (_TRACED + 1, 1))
+        few, one = (gpu_seconds(prompts, tokens) for tokens in (_TRACED + 1, 1))
         found[f"gpu {batch}"] = (few - one) / _TRACED
     long = [{"prompt_token_ids": [(j * 7919) % (VOCABULARY - 1) + 1 for j in range(PREFILL)]}]
     run(long, 1)
@@ -122,8 +136,7 @@ class _Gpus:
     def __call__(self, *arguments: str) -> str:
         gpu = self._free.get()
         environment = os.environ | {
-            "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-            "CUDA_VISIBLE_DEVICES": gpu,
+            "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": gpu,
         }  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.hopper.engine", *arguments]
         try:

@@ -6,8 +6,8 @@ For whoever sets ``_shape`` and ``tile_tokens`` in ``swapq/kernels/cuda/grouped_
 whose bits differ is an error.
 """
 
+import argparse
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
@@ -75,7 +75,11 @@ def best(
 
 
 def main() -> None:
-    formats, console = sys.argv[1:] or ["nvfp4", "mxfp8"], Console(width=150)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("formats", nargs="*", metavar="format", default=["nvfp4", "mxfp8"], help="nvfp4, mxfp8")
+    formats, console = parser.parse_args().formats, Console(width=150)
+    if unknown := set(formats) - {"nvfp4", "mxfp8"}:
+        parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads nvfp4 and mxfp8")
     cases = [(f, g, t, s) for f in formats for g in MATRICES for t, shapes in SHAPES.items() for s in shapes]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
         list(pool.map(build, cases))
