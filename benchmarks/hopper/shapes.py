@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -81,7 +82,8 @@ def main() -> None:
     if unknown := set(formats) - {"nvfp4", "mxfp8"}:
         parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads nvfp4 and mxfp8")
     cases = [(f, g, t, s) for f in formats for g in MATRICES for t, shapes in SHAPES.items() for s in shapes]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
+    workers = min(12, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:  # CUDA does not survive a fork
         list(pool.map(build, cases))
     table = Table(title=torch.cuda.get_device_name())
     for column in ("format", "tokens", "matrix", "fastest: us, slots of a tile, shape"):

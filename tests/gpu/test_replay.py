@@ -1,5 +1,6 @@
 """The experts that a real vLLM returns on a CUDA device, with CUDA graphs: their shape, and what replaying them does to the mismatch."""
 
+import gc
 import os
 from typing import Any
 
@@ -64,15 +65,18 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         enable_return_routed_experts=True,
         logprobs_mode="processed_logprobs",
     )
-    yield request.param, model, llm
-    del llm
+    held = [request.param, model, llm]
+    yield held
+    held.clear()  # pytest keeps what was yielded: the next engine would see this one's memory come back while it measures
+    del model, llm
+    gc.collect()
     torch.cuda.empty_cache()
 
 
 def generated(llm: Any, tokens: int = 40) -> list[Any]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(max_tokens=tokens, min_tokens=3, temperature=1.0, seed=0, logprobs=0, detokenize=False)
+    parameters = SamplingParams(max_tokens=tokens, min_tokens=min(3, tokens), temperature=1.0, seed=0, logprobs=0, detokenize=False)
     return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
 
 

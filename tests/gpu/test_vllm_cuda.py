@@ -1,5 +1,6 @@
 """The plugin inside a real vLLM on a CUDA device: same bits as the trainer, verified updates, scores near those of transformers."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         gpu_memory_utilization=0.15,
         enforce_eager=eager,
     )
-    yield recipe, model, llm, folder
-    del llm
+    held = [recipe, model, llm, folder]
+    yield held
+    held.clear()  # pytest keeps what was yielded: the next engine would see this one's memory come back while it measures
+    del model, llm
+    gc.collect()
     torch.cuda.empty_cache()
 
 
