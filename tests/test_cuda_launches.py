@@ -76,6 +76,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     for module in (columns, elementwise, quantize, tiles, grouped_decode):
         monkeypatch.setattr(module, "program", noted)
     monkeypatch.setattr(quantize, "multiprocessors", lambda _: MULTIPROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     grouped_decode._kernel.cache_clear()
     yield noted
     grouped_decode._kernel.cache_clear()

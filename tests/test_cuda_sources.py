@@ -47,6 +47,7 @@ KERNELS = [
                 "CHUNK": 768,
                 "GATED": g,
                 "SPREAD": g,
+                "WARPGROUP": 0,
                 **_DECODE,
             },
         )
@@ -75,6 +76,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_every_kernel_compiles(file: str, architecture: str) -> None:
     for constants in [c for f, c in KERNELS if f == file]:
         assert program.compile_source(f"{file}.cu", architecture, tuple(sorted(constants.items())))[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("tiles", [2, 3, 4, 8])
+def test_products_of_four_warps_compile_for_the_only_architecture_that_has_them(tiles: int, fmt: str) -> None:
+    (constants, *_) = [c for f, c in KERNELS if f == "grouped_decode" and c["NVFP4"] == (fmt == "nvfp4")]
+    given = tuple(sorted((constants | {"TILES": tiles, "WARPGROUP": 1, "CHUNK": 384}).items()))
+    assert program.compile_source("grouped_decode.cu", "sm_90a", given)[:4] == b"\x7fELF"
+    with pytest.raises(SwapqError, match="NVRTC"):
+        program.compile_source("grouped_decode.cu", "sm_90", given)
 
 
 def test_no_source_is_left_out() -> None:

@@ -163,6 +163,30 @@ def test_few_and_many_tokens_have_the_same_bits(fmt: str, hidden: int, inner: in
         assert torch.equal(few, many[:tokens]), tokens
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.parametrize("tile", [16, 24, 32, 64])
+@pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (2048, 768), (4096, 1504)])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_four_warps_together_have_the_bits_of_each_by_itself(fmt: str, hidden: int, inner: int, tile: int) -> None:
+    from swapq.kernels.cuda.grouped_decode import grouped_decode
+    from swapq.kernels.cuda.quantize import row_operand
+    from swapq.kernels.cuda.tiles import route
+
+    up, down = block(fmt, hidden, inner)
+    table = activation_table("silu", CUDA)
+    for kind in ("normal", "heavy tails", "sparse"):
+        for tokens in (2, 13, 50, 90, 170, 230):
+            x, ids, _ = routed(tokens, hidden, seed=tokens)
+            x, tiles = row_operand(sample(kind, tokens, hidden), fmt), route(ids, E, tile)
+            h = [grouped_decode(x, up, fmt, tiles, spread=True, table=table, together=t) for t in (False, True)]
+            assert torch.equal(*(rows.view(torch.int16) for rows in h)), (kind, tokens)
+            assert h[0].abs().max() > 0
+            bias = sample("normal", E, hidden).float()
+            y = row_operand(h[0], fmt)
+            d = [grouped_decode(y, down, fmt, tiles, spread=False, bias=bias, together=t) for t in (False, True)]
+            assert torch.equal(*(rows.view(torch.int16) for rows in d)), (kind, tokens)
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 def test_the_block_is_the_reference_up_to_the_order_of_sums(fmt: str) -> None:
     from swapq.kernels import fast

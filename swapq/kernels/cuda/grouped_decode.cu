@@ -14,15 +14,24 @@
 //    AHEAD        blocks of K in flight per warp
 //    GATED        1: rows [0, N/2) are gate, [N/2, N) up; the output is bf16(table[gate]) * up, [slots, N/2]
 //    SPREAD       1: the activation row of a slot is slot / top_k (tokens); 0: the slot itself
+//    WARPGROUP    1: four warps multiply together (sm_90a; WARPS is a multiple of 4); 0: each warp by itself
 #include "contract.cuh"
 #include "order.cuh"
 #include "dependent.cuh"
 #include "tensor_core.cuh"
 #include "bulk_copy.cuh"
 #include "weights.cuh"
+#if WARPGROUP
+#include "warpgroup.cuh"
+#endif
 
 constexpr int TOKENS = 8 * TILES, STEPS = PADDED_K / GROUP, CHUNK_STEPS = CHUNK / GROUP;
+#if WARPGROUP
+constexpr int TILE_BYTES = CHUNK / 8 * Columns<TILES>::BYTES;
+#else
 constexpr int STRIDE = CHUNK + 16;  // 32 bytes more than a multiple of 128: eight rows fall on different banks
+constexpr int TILE_BYTES = TOKENS * STRIDE * 2;
+#endif
 constexpr int OUT = GATED ? N / 2 : N, ROWS = GATED ? 8 : 16;  // output rows of a tile of 16 weight rows
 constexpr int SECOND = GATED ? OUT : 8;                        // from a thread's first weight row of a tile to its second
 
@@ -46,9 +55,39 @@ struct Arguments {
     __device__ __forceinline__ int slot(int i) const { return slots ? slots[first + i] : first + i; }
 };
 
+#if WARPGROUP
+// Elements [from, from + width) of the tile's tokens to shared memory. They are the work of the kernel before this one: never read through
+// the read-only path, which may be ahead of it.
+template <int WIDE>
+DEVICE void place_tokens(const Arguments& a, u8* tile, int present, int from, int width) {
+    constexpr int AT_ONCE = 2;
+    const int count = 8 * WIDE * (width / 16);
+    for (int start = threadIdx.x; start < count; start += 32 * WARPS * AT_ONCE) {
+        uint4 v[AT_ONCE][2];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int at = start + 32 * WARPS * i, token = at / 4 % (8 * WIDE), sixteen = at / (32 * WIDE) * 4 + at % 4;
+            if (at >= count || token >= present) continue;
+            const int slot = a.slot(token);
+            const u16* x = a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + from + 16 * sixteen;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(v[i][half].x), "=r"(v[i][half].y), "=r"(v[i][half].z), "=r"(v[i][half].w) : "l"(x + 8 * half));
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int at = start + 32 * WARPS * i, token = at / 4 % (8 * WIDE), sixteen = at / (32 * WIDE) * 4 + at % 4;
+            if (at < count && token < present) Columns<WIDE>::store(tile, sixteen, token, v[i][0], v[i][1]);
+        }
+    }
+    show_to_products();
+}
+#endif
+
 template <int WIDE>
 DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
-    u8* held = (u8*)(tokens + 8 * TILES * STRIDE);
+    u8* held = (u8*)tokens + TILE_BYTES;
     u32 phase = 0;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int base = (blockIdx.x * WARPS + warp) * (ROWS * M_TILES);
@@ -86,6 +125,10 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
         if (i < STEPS) ahead[i] = load(i);
 
     float acc[M_TILES][WIDE][4] = {};
+#if WARPGROUP
+    u32 pairs[M_TILES][2][4];
+    const u64 right = Columns<WIDE>::descriptor((const u8*)tokens);
+#endif
 #pragma unroll 1
     for (int chunk = 0; chunk < STEPS; chunk += CHUNK_STEPS) {
         // Tokens and scales of this chunk. Rows of tokens that are not there stay as they are: nothing reads what they give.
@@ -93,7 +136,7 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
         const int width = min(CHUNK, PADDED_K - chunk * GROUP), present = min(a.count, 8 * WIDE);
         const int chunk_byte = chunk * (int)STEP_SCALES, scale_bytes = min(SCALE_CHUNK, (int)SCALE_BYTES - chunk_byte);
         // Copies may arrive before their bytes are announced: the barrier opens after both.
-        if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2 + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
+        if (threadIdx.x == 0) arrival_expect(arrival, (WARPGROUP ? 0 : present * width * 2) + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
         for (int local = threadIdx.x; local < HELD_ROWS; local += 32 * WARPS) {
             // GATED: half of the rows are gate rows, half the up rows beside them. Past the end any row will do.
             const int out = min(block_row + (GATED ? local % (HELD_ROWS / 2) : local), OUT - 1);
@@ -107,10 +150,15 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
             wait_for_previous();
             let_next_start();
         }
+#if WARPGROUP
+        place_tokens<WIDE>(a, (u8*)tokens, present, chunk * GROUP, width);
+        __syncthreads();
+#else
         if (threadIdx.x < present) {
             const int slot = a.slot(threadIdx.x);
             bulk_copy(tokens + threadIdx.x * STRIDE, a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + chunk * GROUP, width * 2, arrival);
         }
+#endif
         arrival_wait(arrival, phase);
         phase ^= 1u;
         const int steps = min(CHUNK_STEPS, STEPS - chunk);
@@ -121,7 +169,7 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
                 const int local = outer + i, step = chunk + local;
                 if (local >= steps) break;
                 const Step s = ahead[i];
-                if (step + AHEAD < STEPS) ahead[i] = load(step + AHEAD);
+                if (!WARPGROUP && step + AHEAD < STEPS) ahead[i] = load(step + AHEAD);
                 u32 times[M_TILES][2][SCALES_PER_RUN];
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
@@ -132,6 +180,28 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
                         const u32 scales = inside ? *(const RunScales*)(held + scale_at[m][half] + local * (int)STEP_SCALES) : 0;
                         multipliers(scales, times[m][half]);
                     }
+#if WARPGROUP
+                // One set of operands: while it is multiplied, other warps make theirs.
+#pragma unroll
+                for (int q = 0; q < EIGHTS; q++) {
+                    products_wait();
+#pragma unroll
+                    for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++)
+                            expand_eight((const u32*)&s.codes[m][half], q, times[m][half][scale_of_eight(q)], pairs[m][half]);
+                    products_fence();
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int m = 0; m < M_TILES; m++) {
+                            const u32 left[4] = {pairs[m][0][2 * h], pairs[m][1][2 * h], pairs[m][0][2 * h + 1], pairs[m][1][2 * h + 1]};
+                            multiply_add<WIDE>(acc[m], left, right + (local * (GROUP / 16) + 2 * q + h) * Columns<WIDE>::SIXTEEN);
+                        }
+                    products_commit();
+                }
+                if (step + AHEAD < STEPS) ahead[i] = load(step + AHEAD);  // into the registers that are free now
+#else
                 const u16* at = tokens + g * STRIDE + local * GROUP + t * 4;
 #pragma unroll
                 for (int q = 0; q < EIGHTS; q++) {
@@ -154,8 +224,12 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
                             }
                         }
                 }
+#endif
             }
         }
+#if WARPGROUP
+        products_wait();
+#endif
     }
 
     // acc[m][n]: weight rows rows[m] (0, 1) and rows[m] + SECOND (2, 3), tokens 2t and 2t + 1 of tile n.
@@ -206,11 +280,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
     const int count = tiles ? tile[2] : min(TOKENS, every_row - first);
     const Arguments a = {x, x_scale, codes, scales, w_scale, w_scale_stride, bias, table, tiles ? slots : nullptr, first, expert, count, top_k, y};
     // As many products side by side as the tile has tokens: the sums of a token do not change with its neighbours.
+#if TILES > 6
+    if (count > 48) return run<8>(a, tokens, &arrival);
+#endif
 #if TILES > 4
-    if (count > 32) return run<TILES>(a, tokens, &arrival);
+    if (count > 32) return run<6>(a, tokens, &arrival);
 #endif
 #if TILES > 3
     if (count > 24) return run<4>(a, tokens, &arrival);
+#endif
+#if TILES > 2
     if (count > 16) return run<3>(a, tokens, &arrival);
 #endif
 #if TILES > 1

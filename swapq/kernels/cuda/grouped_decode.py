@@ -25,6 +25,11 @@ def tile_tokens(slots: int, experts: int) -> int:
     return 8 if mean <= 5 else 32 if mean <= 24 else 64
 
 
+def _together(device: torch.device, tokens: int) -> bool:
+    """Whether four warps multiply together: from two columns of tokens on, where the GPU has such products. No result depends on it."""
+    return tokens > 8 and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
     """What was fastest on an H200. No result depends on it."""
     if tokens > 8:
@@ -36,14 +41,15 @@ def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
 
 @lru_cache(maxsize=512)
 def _kernel(
-    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape
+    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape, together: bool
 ) -> tuple[Program, int]:
     group, block = GROUPS[fmt], formats.get(fmt).block
     m_tiles, warps, ahead, blocks = shape
     chunk = padded(k, fmt)
 
     def shared_bytes(chunk: int) -> int:
-        return tokens * (chunk + 16) * 2 + 16 * m_tiles * warps * (chunk // block + 16)
+        tile = (tokens + 1) * chunk * 2 if together else tokens * (chunk + 16) * 2
+        return tile + 16 * m_tiles * warps * (chunk // block + 16)
 
     while shared_bytes(chunk) > _SHARED_BYTES // blocks and chunk > group * ahead:
         chunk = -(-chunk // (2 * group * ahead)) * group * ahead
@@ -62,6 +68,7 @@ def _kernel(
         AHEAD=ahead,
         GATED=int(gated),
         SPREAD=int(spread),
+        WARPGROUP=int(together),
     )
     kernel.allow_shared_memory(shared_bytes(chunk))
     return kernel, shared_bytes(chunk)
@@ -77,6 +84,7 @@ def grouped_decode(
     table: Tensor | None = None,
     bias: Tensor | None = None,
     shape: Shape | None = None,
+    together: bool | None = None,
     overlap: bool = False,
 ) -> Tensor:
     """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
@@ -86,12 +94,13 @@ def grouped_decode(
         w: codes and scales of ``[E, N, K]``.
         table: with it the rows are gate and up, and the result is ``bf16(table[gate]) * up``, ``[R, N / 2]``.
         bias: float32 ``[E, N]`` or None.
-        shape: for measurements; chosen if it is not given.
+        shape, together: for measurements; chosen if they are not given.
         overlap: begin while the kernel launched before ends. It may have made ``x``, but neither ``w`` nor ``tiles``.
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
     shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
-    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape)
+    together = _together(x.values.device, tiles.tokens) if together is None else together
+    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape, together)
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     scale = w.global_scale
