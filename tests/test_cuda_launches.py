@@ -127,9 +127,10 @@ def test_a_block_of_experts_runs_in_launches_that_cuda_takes(
         ids, experts, grouped_decode.tile_tokens(min(ids.numel(), 64 * experts), experts), local_of=known
     )
     if ids.numel() <= 64 * experts:  # more go through the GEMM
-        x = quantize.row_operand(empty(tokens, hidden), fmt)
+        columns = grouped_decode.reads_columns(META, routed.tokens)
+        x = quantize.row_operand(empty(tokens, hidden), fmt, columns=columns)
         h = grouped_decode.grouped_decode(x, gate_up, fmt, routed, spread=True, table=table)
-        h = quantize.row_operand(h, fmt)
+        h = quantize.row_operand(h, fmt, columns=columns)
         y = grouped_decode.grouped_decode(h, down, fmt, routed, spread=False)
     else:
         y = empty(tokens * top_k, hidden)

@@ -41,14 +41,14 @@ MATRICES = {True: (2 * INNER, H), False: (H, INNER)}  # gated: N, K
 
 
 class Candidate(NamedTuple):
-    """Slots of a tile, whether four warps multiply together, and a shape."""
+    """Slots of a tile, whether four warps multiply together (on rows in columns), and a shape."""
 
     tile: int
-    together: bool
+    columns: bool
     shape: decode.Shape
 
     def __str__(self) -> str:
-        return f"{self.tile}{'' if self.together else ' alone'} {self.shape}"
+        return f"{self.tile}{'' if self.columns else ' alone'} {self.shape}"
 
 
 def every_candidate() -> Iterator[Candidate]:
@@ -62,36 +62,37 @@ def candidates(tokens: int) -> Iterator[Candidate]:
     """Those worth a try with this many tokens."""
     mean = tokens * TOP / E
     for candidate in every_candidate():
-        if (mean <= 5) == (candidate.tile == 8) and (candidate.tile < 64 or mean > 8) and (candidate.tile > 16 or mean < 32):
+        if (
+            (mean <= 5) == (candidate.tile == 8)
+            and (candidate.tile < 64 or mean > 8)
+            and (candidate.tile > 16 or mean < 32)
+        ):
             yield candidate
 
 
 def build(case: tuple[str, bool, Candidate]) -> None:
     """Compile one candidate into the cache, in a process of its own."""
     fmt, gated, c = case
-    decode._kernel(torch.device("cuda", 0), fmt, *MATRICES[gated], c.tile, gated, gated, c.shape, c.together)
+    decode._kernel(torch.device("cuda", 0), fmt, *MATRICES[gated], c.tile, gated, gated, c.shape, c.columns)
 
 
-def best(
-    fmt: str, tokens: int, gated: bool, weights: list[swapq.formats.Parts]
-) -> list[tuple[float, Candidate]]:
+def best(fmt: str, tokens: int, gated: bool, weights: list[swapq.formats.Parts]) -> list[tuple[float, Candidate]]:
     """Microseconds of each candidate, the fastest first."""
     device = torch.device("cuda")
     torch.manual_seed(0)
     x = torch.randn(tokens if gated else tokens * TOP, MATRICES[gated][1], device=device, dtype=torch.bfloat16)
     ids = torch.topk(torch.rand(tokens, E, device=device), TOP).indices.int()
-    operand, table = row_operand(x, fmt), activation_table("silu", device) if gated else None
+    operands = {columns: row_operand(x, fmt, columns=columns) for columns in (False, True)}
+    table = activation_table("silu", device) if gated else None
     tiles = route(ids, E, TILE_ROWS)
     first = weights[0]
-    expected = grouped_gemm(operand, expand(first, fmt), first.global_scale, tiles, spread=gated, table=table)
+    expected = grouped_gemm(operands[False], expand(first, fmt), first.global_scale, tiles, spread=gated, table=table)
     found = []
     for c in candidates(tokens):
         tiles = route(ids, E, c.tile)
 
         def product(w: swapq.formats.Parts, tiles: Tiles = tiles, c: Candidate = c) -> torch.Tensor:
-            return decode.grouped_decode(
-                operand, w, fmt, tiles, spread=gated, table=table, shape=c.shape, together=c.together
-            )
+            return decode.grouped_decode(operands[c.columns], w, fmt, tiles, spread=gated, table=table, shape=c.shape)
 
         if not torch.equal(product(first).view(torch.int16), expected.view(torch.int16)):
             raise RuntimeError(f"{fmt}, {tokens} tokens, {c}: other bits than the GEMM's")

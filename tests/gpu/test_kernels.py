@@ -1,6 +1,7 @@
 """The CUDA kernels beside their torch definitions: bytes of quantizers, bits of products, values of gradients."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -163,28 +164,36 @@ def test_few_and_many_tokens_have_the_same_bits(fmt: str, hidden: int, inner: in
         assert torch.equal(few, many[:tokens]), tokens
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU"
+)
 @pytest.mark.parametrize("tile", [16, 24, 32, 64])
 @pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (2048, 768), (4096, 1504)])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 def test_four_warps_together_have_the_bits_of_each_by_itself(fmt: str, hidden: int, inner: int, tile: int) -> None:
     from swapq.kernels.cuda.grouped_decode import grouped_decode
     from swapq.kernels.cuda.quantize import row_operand
-    from swapq.kernels.cuda.tiles import route
+    from swapq.kernels.cuda.tiles import Tiles, route
 
     up, down = block(fmt, hidden, inner)
     table = activation_table("silu", CUDA)
     for kind in ("normal", "heavy tails", "sparse"):
         for tokens in (2, 13, 50, 90, 170, 230):
-            x, ids, _ = routed(tokens, hidden, seed=tokens)
-            x, tiles = row_operand(sample(kind, tokens, hidden), fmt), route(ids, E, tile)
-            h = [grouped_decode(x, up, fmt, tiles, spread=True, table=table, together=t) for t in (False, True)]
-            assert torch.equal(*(rows.view(torch.int16) for rows in h)), (kind, tokens)
-            assert h[0].abs().max() > 0
-            bias = sample("normal", E, hidden).float()
-            y = row_operand(h[0], fmt)
-            d = [grouped_decode(y, down, fmt, tiles, spread=False, bias=bias, together=t) for t in (False, True)]
-            assert torch.equal(*(rows.view(torch.int16) for rows in d)), (kind, tokens)
+            _, ids, _ = routed(tokens, hidden, seed=tokens)
+            tiles, x, bias = route(ids, E, tile), sample(kind, tokens, hidden), sample("normal", E, hidden).float()
+
+            def rows(
+                x: torch.Tensor, w: Parts, tiles: Tiles = tiles, case: object = (kind, tokens), **options: Any
+            ) -> torch.Tensor:
+                alone, together = (
+                    grouped_decode(row_operand(x, fmt, columns=columns), w, fmt, tiles, **options)
+                    for columns in (False, True)
+                )
+                assert torch.equal(alone.view(torch.int16), together.view(torch.int16)), case
+                assert alone.abs().max() > 0
+                return together
+
+            rows(rows(x, up, spread=True, table=table), down, spread=False, bias=bias)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])

@@ -1,4 +1,8 @@
-"""Grouped product of stored weights with few tokens per expert (grouped_decode.cu): codes are expanded in registers, read once."""
+"""Grouped product of stored weights with few tokens per expert: codes are expanded in registers, read once.
+
+Up to eight tokens a tile each warp multiplies by itself (grouped_decode.cu), and everywhere but on a Hopper GPU; there four warps multiply
+larger tiles together (grouped_wide.cu). Both add a row's products in one order and have the same bits.
+"""
 
 from functools import lru_cache
 
@@ -11,9 +15,11 @@ from swapq.kernels.cuda.program import Program, program
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, length, padded
 from swapq.kernels.cuda.tiles import Tiles
 
-__all__ = ["Shape", "grouped_decode", "tile_tokens"]
+__all__ = ["Shape", "grouped_decode", "reads_columns", "tile_tokens"]
 
 _SHARED_BYTES = 220 << 10  # of a Hopper multiprocessor's 228 KiB; a block takes 1 KiB more than it asks for
+
+_SPLIT = True
 
 #: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
 Shape = tuple[int, int, int, int]
@@ -25,8 +31,8 @@ def tile_tokens(slots: int, experts: int) -> int:
     return 8 if mean <= 5 else 32 if mean <= 24 else 64
 
 
-def _together(device: torch.device, tokens: int) -> bool:
-    """Whether four warps multiply together: from two columns of tokens on, where the GPU has such products. No result depends on it."""
+def reads_columns(device: torch.device, tokens: int) -> bool:
+    """Whether four warps multiply together, and read rows in ``columns``, for tiles of this many slots. No result depends on it."""
     return tokens > 8 and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -41,20 +47,24 @@ def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
 
 @lru_cache(maxsize=512)
 def _kernel(
-    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape, together: bool
+    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape, columns: bool
 ) -> tuple[Program, int]:
     group, block = GROUPS[fmt], formats.get(fmt).block
     m_tiles, warps, ahead, blocks = shape
     chunk = padded(k, fmt)
 
     def shared_bytes(chunk: int) -> int:
-        tile = (tokens + 1) * chunk * 2 if together else tokens * (chunk + 16) * 2
-        return tile + 16 * m_tiles * warps * (chunk // block + 16)
+        scales = 16 * m_tiles * warps * (chunk // block + 16)
+        if not columns:
+            return tokens * (chunk + 16) * 2 + scales
+        return ((tokens + 1) * chunk * 2 + scales) * (1 if chunk == padded(k, fmt) else 2)
 
-    while shared_bytes(chunk) > _SHARED_BYTES // blocks and chunk > group * ahead:
+    whole = columns and _SPLIT  # the product begins when half of the tokens are there
+    while (shared_bytes(chunk) > _SHARED_BYTES // blocks or whole) and chunk > group * ahead:
+        whole = False
         chunk = -(-chunk // (2 * group * ahead)) * group * ahead
     kernel = program(
-        "grouped_decode",
+        "grouped_wide" if columns else "grouped_decode",
         device,
         K=k,
         N=n,
@@ -68,7 +78,6 @@ def _kernel(
         AHEAD=ahead,
         GATED=int(gated),
         SPREAD=int(spread),
-        WARPGROUP=int(together),
     )
     kernel.allow_shared_memory(shared_bytes(chunk))
     return kernel, shared_bytes(chunk)
@@ -84,23 +93,21 @@ def grouped_decode(
     table: Tensor | None = None,
     bias: Tensor | None = None,
     shape: Shape | None = None,
-    together: bool | None = None,
     overlap: bool = False,
 ) -> Tensor:
     """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
 
     Args:
-        x: a row per token (``spread``) or per slot.
+        x: a row per token (``spread``) or per slot; with ``columns`` four warps multiply together.
         w: codes and scales of ``[E, N, K]``.
         table: with it the rows are gate and up, and the result is ``bf16(table[gate]) * up``, ``[R, N / 2]``.
         bias: float32 ``[E, N]`` or None.
-        shape, together: for measurements; chosen if they are not given.
+        shape: for measurements; chosen if it is not given.
         overlap: begin while the kernel launched before ends. It may have made ``x``, but neither ``w`` nor ``tiles``.
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
     shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
-    together = _together(x.values.device, tiles.tokens) if together is None else together
-    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape, together)
+    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape, x.columns)
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     scale = w.global_scale

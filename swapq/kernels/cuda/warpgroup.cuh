@@ -1,8 +1,5 @@
 // Products of four warps with a tile of tokens in shared memory (wgmma, sm_90a): each warp brings 16 weight rows in registers, as for
 // m16n8k16, and the tensor core reads the tokens itself. The sums are those of tensor_core.cuh bit for bit (a test compares both).
-//
-// Sixteen elements of K make one product. Their order inside is free as long as both sides have the same: a thread's four elements t * 4 + j
-// of order.cuh meet the tensor core's columns 2t, 2t + 1 (j = 0, 1) and 2t + 8, 2t + 9 (j = 2, 3).
 #pragma once
 
 #if NVFP4
@@ -11,22 +8,15 @@
 #define WARPGROUP_TYPES ".f32.bf16.bf16 "
 #endif
 
-// A tile of 8 * WIDE tokens: columns of eight elements, one unit of 16 bytes a token and one more, so that writers meet different banks.
+// A tile of 8 * WIDE tokens in shared memory: columns of eight elements of K, 16 bytes a token and 16 more, so that writers meet other banks.
 template <int WIDE>
 struct Columns {
     static constexpr u32 UNITS = 8 * WIDE + 1, BYTES = 16 * UNITS;
-
-    // Sixteen elements of a token in the order of order.cuh.
-    static __device__ __forceinline__ void store(u8* tile, int sixteen, int token, uint4 first, uint4 second) {
-        uint4* to = (uint4*)(tile + (size_t)(2 * sixteen) * BYTES) + token;
-        to[0] = make_uint4(first.x, first.z, second.x, second.z);
-        to[UNITS] = make_uint4(first.y, first.w, second.y, second.w);
-    }
-    // What the tensor core is told: where the first sixteen begin, and the strides in K (a column) and in tokens (eight units).
+    // What the tensor core is told: where the first column begins, and the strides in K (a column) and in tokens (eight units).
     static __device__ __forceinline__ u64 descriptor(const u8* tile) {
         return (u64)(shared_address(tile) >> 4 & 0x3FFFu) | (u64)UNITS << 16 | (u64)8 << 32;
     }
-    static constexpr u64 SIXTEEN = 2 * UNITS;  // from one sixteen to the next
+    static constexpr u64 SIXTEEN = 2 * UNITS;  // from the sixteen elements of one product to the next
 };
 
 DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
