@@ -83,13 +83,12 @@ DEVICE float with_sign_of(float magnitude, float y) { return as_float(as_bits(ma
 
 // Codes of eight elements in a word, element 0 in the low nibble.
 //
-// E2M1 is linear in three pieces (steps 0.5, 1 and 2), and its code is half of  min(2v, v + 2, v/2 + 4, 7)  rounded to nearest even. One
-// fused multiply-add onto 2^22 rounds a piece once, to halves, and rounding keeps the order of the pieces: the least of the sums has the
-// code in its low bits. Positive floats compare as integers; NaN is above all and becomes 7.
-DEVICE u32 e2m1_sum(float v) {
-    const u32 half = as_bits(__fadd_rn(v, 4194304.0f)), one = as_bits(__fmaf_rn(v, 0.5f, 4194305.0f)),
-              two = as_bits(__fmaf_rn(v, 0.25f, 4194306.0f));
-    return min(min(min(half, one), two), 0x4A800007u);
+// A sum onto 2^23 - 2 rounds y >= 0 once, to nearest even: to steps of 0.5 below 2, and of 1 from there on, where the sum passes 2^23. A fused
+// multiply-add of y / 2 onto 2^23 rounds to steps of 2. Bits of floats are consecutive across a power of two, so those of both sums count
+// codes, from 0 at 2^23 - 2 and from 4 at 2^23; the lesser is the code. Positive floats compare as integers; NaN is above all and becomes 7.
+constexpr u32 E2M1_ZERO = 0x4AFFFFFCu;  // bits of 2^23 - 2
+DEVICE u32 e2m1_sum(float y) {
+    return min(min(as_bits(__fadd_rn(y, 8388606.0f)), as_bits(__fmaf_rn(y, 0.5f, 8388608.0f))), E2M1_ZERO + 7u);
 }
 DEVICE u32 sign_bytes(u32 a, u32 b) {  // FF where an element of the two pairs is negative, else 00
     u32 bytes;
@@ -100,16 +99,14 @@ DEVICE u32 e2m1_word(const u32* pairs, float factor) {
     u32 word = 0;
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
-        const u32 magnitude = pairs[i] & 0x7FFF7FFFu;
-        word = word * 16u + e2m1_sum(__fmul_rn(high(magnitude), factor));
-        word = word * 16u + e2m1_sum(__fmul_rn(low(magnitude), factor));
+        word = word * 16u + e2m1_sum(__fmul_rn(fabsf(high(pairs[i])), factor));
+        word = word * 16u + e2m1_sum(__fmul_rn(fabsf(low(pairs[i])), factor));
     }
-    // The constant part of the eight sums, shifted as they were.
-    word -= 0x4A800000u + 0xA8000000u + 0x80000000u;
-    // One bit of each sign is kept, where its nibble has it or one byte above.
-    const u32 first = sign_bytes(pairs[0], pairs[1]) & 0x80088008u;
-    const u32 second = sign_bytes(pairs[2], pairs[3]) & 0x80088008u;
-    return word + __byte_perm(first, second, 0x6420u) + __byte_perm(first, second, 0x7531u);
+    // Signs of elements 0, 2, 4, 6 in low nibbles and of 1, 3, 5, 7 in high ones; of each nibble one bit is kept.
+    const u32 first = sign_bytes(pairs[0], pairs[1]), second = sign_bytes(pairs[2], pairs[3]);
+    const u32 even = __byte_perm(first, second, 0x6420u), odd = __byte_perm(first, second, 0x7531u);
+    const u32 signs = (even & 0x08080808u) | (odd & 0x80808080u);
+    return word + signs - E2M1_ZERO * 0x11111111u;
 }
 
 // MXFP8 (contract section 1).
