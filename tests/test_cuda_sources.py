@@ -28,7 +28,6 @@ KERNELS = [
         for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))
     ),
-    ("quantize_rows", {"K": 160, "FORMAT": 0, "OPERAND": 1, "COLUMNS": 1, "GATED": 0, "BESIDE": 0, "GROUP": 128, **_ROWS}),
     ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "WARPS": 12}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
@@ -78,23 +77,8 @@ def test_every_kernel_compiles(file: str, architecture: str) -> None:
         assert program.compile_source(f"{file}.cu", architecture, tuple(sorted(constants.items())))[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
-@pytest.mark.parametrize("tiles", [2, 3, 4, 8])
-def test_products_of_four_warps_compile_for_the_only_architecture_that_has_them(tiles: int, fmt: str) -> None:
-    (constants, *_) = [c for f, c in KERNELS if f == "grouped_decode" and c["NVFP4"] == (fmt == "nvfp4")]
-    given = tuple(sorted((constants | {"TILES": tiles, "CHUNK": 384}).items()))
-    assert program.compile_source("grouped_wide.cu", "sm_90a", given)[:4] == b"\x7fELF"
-    with pytest.raises(SwapqError, match="NVRTC"):
-        program.compile_source("grouped_wide.cu", "sm_90", given)
-
-
 def test_no_source_is_left_out() -> None:
-    everywhere = {file for file, _ in KERNELS}
-    assert everywhere | {"grouped_wide"} == {path.stem for path in Path(program.__file__).parent.glob("*.cu")}
-
-
-def test_no_header_is_left_out() -> None:
-    assert set(program._HEADERS) == {path.name for path in Path(program.__file__).parent.glob("*.cuh")}
+    assert {file for file, _ in KERNELS} == {path.stem for path in Path(program.__file__).parent.glob("*.cu")}
 
 
 def test_a_compiled_kernel_is_kept_and_found_again(cache: object, monkeypatch: pytest.MonkeyPatch) -> None:

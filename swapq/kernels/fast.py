@@ -57,9 +57,7 @@ def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: s
 def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
     few = x.shape[0] <= 4 * _FEW
     tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0]) if few else 128)
-    columns = few and decode.reads_columns(x.device, tiles.tokens)
-    operand = row_operand(x, fmt, columns=columns)
-    return _product(operand, w, fmt, tiles, few=few, spread=False, bias=stored.epilogue_bias(bias))
+    return _product(row_operand(x, fmt), w, fmt, tiles, few=few, spread=False, bias=stored.epilogue_bias(bias))
 
 
 def _dense_tokens(rows: int) -> int:
@@ -94,10 +92,8 @@ def stored_block(
     experts = gate_up.codes.shape[0]
     few = ids.numel() <= _FEW * experts
     tiles = route(ids, experts, decode.tile_tokens(ids.numel(), experts) if few else 128, local_of=local_of)
-    columns = few and decode.reads_columns(x.device, tiles.tokens)
-    rows = row_operand(x, fmt, beside=True, columns=columns)
-    h = _product(rows, gate_up, fmt, tiles, few=few, spread=True, table=table)
-    y = _product(row_operand(h, fmt, columns=columns), down, fmt, tiles, few=few, spread=False)
+    h = _product(row_operand(x, fmt, beside=True), gate_up, fmt, tiles, few=few, spread=True, table=table)
+    y = _product(row_operand(h, fmt), down, fmt, tiles, few=few, spread=False)
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
 
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swapq.errors import SwapqError
 from swapq.kernels.cuda.quantize import RowOperand
 from swapq.kernels.cuda.tiles import Tiles
 from swapq.kernels.tile_rows import tile_rows
@@ -93,8 +92,6 @@ def grouped_gemm(
         out: where to write, rows of any stride; made if it is not given.
         config: columns and K of a tile, warps, stages; for measurements.
     """
-    if x.columns:
-        raise SwapqError("grouped_gemm: rows in the order of columns do not meet expanded weights; make the operand without `columns`")
     _, n, k = w.shape
     gated = table is not None
     width = n // 2 if gated else n

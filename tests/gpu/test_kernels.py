@@ -1,7 +1,6 @@
 """The CUDA kernels beside their torch definitions: bytes of quantizers, bits of products, values of gradients."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -162,38 +161,6 @@ def test_few_and_many_tokens_have_the_same_bits(fmt: str, hidden: int, inner: in
     for tokens in (1, 3, 17, 64, 200):
         few = fast.stored_block(x[:tokens], ids[:tokens], weights[:tokens], up, down, fmt, table)
         assert torch.equal(few, many[:tokens]), tokens
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU"
-)
-@pytest.mark.parametrize("tile", [16, 24, 32, 64])
-@pytest.mark.parametrize(("hidden", "inner"), [(160, 96), (2048, 768), (4096, 1504)])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
-def test_four_warps_together_have_the_bits_of_each_by_itself(fmt: str, hidden: int, inner: int, tile: int) -> None:
-    from swapq.kernels.cuda.grouped_decode import grouped_decode
-    from swapq.kernels.cuda.quantize import row_operand
-    from swapq.kernels.cuda.tiles import Tiles, route
-
-    up, down = block(fmt, hidden, inner)
-    table = activation_table("silu", CUDA)
-    for kind in ("normal", "heavy tails", "sparse"):
-        for tokens in (2, 13, 50, 90, 170, 230):
-            _, ids, _ = routed(tokens, hidden, seed=tokens)
-            tiles, x, bias = route(ids, E, tile), sample(kind, tokens, hidden), sample("normal", E, hidden).float()
-
-            def rows(
-                x: torch.Tensor, w: Parts, tiles: Tiles = tiles, case: object = (kind, tokens), **options: Any
-            ) -> torch.Tensor:
-                alone, together = (
-                    grouped_decode(row_operand(x, fmt, columns=columns), w, fmt, tiles, **options)
-                    for columns in (False, True)
-                )
-                assert torch.equal(alone.view(torch.int16), together.view(torch.int16)), case
-                assert alone.abs().max() > 0
-                return together
-
-            rows(rows(x, up, spread=True, table=table), down, spread=False, bias=bias)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])

@@ -1,8 +1,4 @@
-"""Grouped product of stored weights with few tokens per expert: codes are expanded in registers, read once.
-
-Up to eight tokens a tile each warp multiplies by itself (grouped_decode.cu), and everywhere but on a Hopper GPU; there four warps multiply
-larger tiles together (grouped_wide.cu). Both add a row's products in one order and have the same bits.
-"""
+"""Grouped product of stored weights with few tokens per expert (grouped_decode.cu): codes are expanded in registers, read once."""
 
 from functools import lru_cache
 
@@ -15,11 +11,9 @@ from swapq.kernels.cuda.program import Program, program
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, length, padded
 from swapq.kernels.cuda.tiles import Tiles
 
-__all__ = ["Shape", "grouped_decode", "reads_columns", "tile_tokens"]
+__all__ = ["Shape", "grouped_decode", "tile_tokens"]
 
 _SHARED_BYTES = 220 << 10  # of a Hopper multiprocessor's 228 KiB; a block takes 1 KiB more than it asks for
-
-_SPLIT = True
 
 #: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
 Shape = tuple[int, int, int, int]
@@ -29,11 +23,6 @@ def tile_tokens(slots: int, experts: int) -> int:
     """Slots in a tile, by how many an expert has on average. No result depends on it."""
     mean = slots / experts
     return 8 if mean <= 5 else 32 if mean <= 24 else 64
-
-
-def reads_columns(device: torch.device, tokens: int) -> bool:
-    """Whether four warps multiply together, and read rows in ``columns``, for tiles of this many slots. No result depends on it."""
-    return tokens > 8 and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
@@ -47,24 +36,19 @@ def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
 
 @lru_cache(maxsize=512)
 def _kernel(
-    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape, columns: bool
+    device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape
 ) -> tuple[Program, int]:
     group, block = GROUPS[fmt], formats.get(fmt).block
     m_tiles, warps, ahead, blocks = shape
     chunk = padded(k, fmt)
 
     def shared_bytes(chunk: int) -> int:
-        scales = 16 * m_tiles * warps * (chunk // block + 16)
-        if not columns:
-            return tokens * (chunk + 16) * 2 + scales
-        return ((tokens + 1) * chunk * 2 + scales) * (1 if chunk == padded(k, fmt) else 2)
+        return tokens * (chunk + 16) * 2 + 16 * m_tiles * warps * (chunk // block + 16)
 
-    whole = columns and _SPLIT  # the product begins when half of the tokens are there
-    while (shared_bytes(chunk) > _SHARED_BYTES // blocks or whole) and chunk > group * ahead:
-        whole = False
+    while shared_bytes(chunk) > _SHARED_BYTES // blocks and chunk > group * ahead:
         chunk = -(-chunk // (2 * group * ahead)) * group * ahead
     kernel = program(
-        "grouped_wide" if columns else "grouped_decode",
+        "grouped_decode",
         device,
         K=k,
         N=n,
@@ -98,7 +82,7 @@ def grouped_decode(
     """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
 
     Args:
-        x: a row per token (``spread``) or per slot; with ``columns`` four warps multiply together.
+        x: a row per token (``spread``) or per slot.
         w: codes and scales of ``[E, N, K]``.
         table: with it the rows are gate and up, and the result is ``bf16(table[gate]) * up``, ``[R, N / 2]``.
         bias: float32 ``[E, N]`` or None.
@@ -107,7 +91,7 @@ def grouped_decode(
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
     shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
-    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape, x.columns)
+    kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape)
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     scale = w.global_scale

@@ -6,14 +6,7 @@
 // within each GROUP (128 elements for NVFP4, 64 for MXFP8) position  q * 32 + h * 16 + t * 4 + j  holds element
 // RUN * t + 8 * q + 2 * h + j / 2 + 4 * (j % 2)   with t = 0..3, q = 0..RUN/8 - 1, h = 0..1, j = 0..3 and RUN = GROUP / 4.
 // Rows are padded with zeros to a multiple of GROUP.
-//
-// With COLUMNS, what j = 0, 1 hold comes before what j = 2, 3 hold, for all t: position  q * 32 + h * 16 + (j / 2) * 8 + t * 2 + j % 2. The
-// sixteens have the same elements; products of four warps (warpgroup.cuh) read them in these two columns.
 #pragma once
-
-#ifndef COLUMNS
-#define COLUMNS 0
-#endif
 
 #ifndef GROUP
 #define GROUP 128
@@ -21,25 +14,20 @@
 constexpr int RUN = GROUP / 4;
 constexpr int PADDED_K = (K + GROUP - 1) / GROUP * GROUP;
 
-// Of the first of four positions that hold elements k .. k + 7 (k a multiple of 8); with COLUMNS of the first two, and two more lie at + 8.
-DEVICE size_t place_of_eight(int k, int half) {
+DEVICE size_t place_of_eight(int k, int half) {  // of the first of four positions that hold elements k .. k + 7 (k a multiple of 8)
     const int in = k % GROUP, t = in / RUN, q = in % RUN / 8;
-    return k - in + q * 32 + half * 16 + t * (COLUMNS ? 2 : 4);
-}
-DEVICE void store_half(u16* row, int k, int half, u32 first, u32 second) {
-    u16* to = row + place_of_eight(k, half);
-    if (COLUMNS) ((u32*)to)[0] = first, ((u32*)to)[4] = second;
-    else *(uint2*)to = make_uint2(first, second);
+    return k - in + q * 32 + half * 16 + t * 4;
 }
 
 // Elements k .. k + 7 to their places; ``pair`` makes two of them the operand's 16-bit numbers.
 template <typename Pair>
 DEVICE void store_eight(u16* row, int k, const float* v, Pair pair) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) store_half(row, k, half, pair(v[2 * half], v[2 * half + 4]), pair(v[2 * half + 1], v[2 * half + 5]));
+    for (int half = 0; half < 2; half++)
+        *(uint2*)(row + place_of_eight(k, half)) = make_uint2(pair(v[2 * half], v[2 * half + 4]), pair(v[2 * half + 1], v[2 * half + 5]));
 }
 
 DEVICE void store_zeros(u16* row, int k) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) store_half(row, k, half, 0u, 0u);
+    for (int half = 0; half < 2; half++) *(uint2*)(row + place_of_eight(k, half)) = make_uint2(0u, 0u);
 }

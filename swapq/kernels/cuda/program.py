@@ -21,12 +21,9 @@ _HEADERS = (
     "blocks.cuh",
     "bulk_copy.cuh",
     "contract.cuh",
-    "copies.cuh",
     "dependent.cuh",
-    "grouped.cuh",
     "order.cuh",
     "tensor_core.cuh",
-    "warpgroup.cuh",
     "weights.cuh",
 )
 
@@ -61,7 +58,7 @@ def _nvrtc() -> Any:
 
 
 def compile_source(file: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> bytes:
-    """The cubin of ``file`` for ``architecture`` (``"sm_90a"``), from the cache if it was compiled before.
+    """The cubin of ``file`` for ``architecture`` (``"sm_90"``), from the cache if it was compiled before.
 
     Raises:
         SwapqError: NVRTC refused the source; its log is in the message.
@@ -146,8 +143,7 @@ class Program:
             )
         self._driver, self._device = driver, device
         major, minor = torch.cuda.get_device_capability(device)
-        own = "a" if (major, minor) == (9, 0) else ""  # with the instructions of this architecture alone: products of four warps
-        cubin = compile_source(f"{file}.cu", f"sm_{major}{minor}{own}", constants)
+        cubin = compile_source(f"{file}.cu", f"sm_{major}{minor}", constants)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one
             self._context = driver.cuCtxGetCurrent()[1]

@@ -35,14 +35,10 @@ _STACK_WARPS = 12
 
 
 class RowOperand(NamedTuple):
-    """Rows as the expert kernels read them: ``values [M, padded K]`` in the order of order.cuh and float32 ``scale [M]`` or None.
-
-    ``columns``: the order is that of products of four warps.
-    """
+    """Rows as the expert kernels read them: ``values [M, padded K]`` in the order of order.cuh and float32 ``scale [M]`` or None."""
 
     values: Tensor
     scale: Tensor | None
-    columns: bool = False
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -74,7 +70,6 @@ def _launch(
     global_scale: Tensor | None,
     operand: bool,
     beside: bool = False,
-    columns: bool = False,
 ) -> None:
     x, rows, lanes = aligned(x), x.numel() // x.shape[-1], _lanes(k)
     kernel = program(
@@ -85,7 +80,6 @@ def _launch(
         THREADS=_THREADS,
         FORMAT=kind,
         OPERAND=int(operand),
-        COLUMNS=int(columns),
         BESIDE=int(beside),
         GATED=int(table is not None),
         GROUP=GROUPS[fmt],
@@ -169,22 +163,19 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     return Parts(codes, scales, decode)
 
 
-def row_operand(
-    x: Tensor, fmt: str, *, table: Tensor | None = None, beside: bool = False, columns: bool = False
-) -> RowOperand:
+def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None, beside: bool = False) -> RowOperand:
     """The operand of BF16 rows: quantized and expanded again without codes in between.
 
     Args:
         table: as in :func:`quantize_rows`.
         beside: at the same time as the kernel launched before, whose results it does not need and whose inputs and results are alive.
-        columns: in the order that products of four warps read (``grouped_decode.reads_columns``).
     """
     k = x.shape[-1] // (1 if table is None else 2)
     values = torch.empty(x.shape[0], padded(k, fmt), dtype=OPERANDS[fmt], device=x.device)
     kind = _ROW if fmt == "nvfp4" else _MXFP8
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if kind == _ROW else None
-    _launch(kind, fmt, x, k, table, None, values, None, scale, True, beside, columns)
-    return RowOperand(values, scale, columns)
+    _launch(kind, fmt, x, k, table, None, values, None, scale, True, beside)
+    return RowOperand(values, scale)
 
 
 def expand(parts: Parts, fmt: str) -> Tensor:

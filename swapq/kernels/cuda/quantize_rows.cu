@@ -5,7 +5,6 @@
 //    LANES       lanes that share a row: 8, 16 or 32
 //    FORMAT      NVFP4_ROW: one FP32 scale per row, computed here; NVFP4_TENSOR: the scopes' scales S and G are given; MXFP8
 //    OPERAND     1: write exact values in the order of the tensor core (see order.cuh) instead of codes and scales
-//    COLUMNS     1: in the order of products of four warps (order.cuh)
 //    BESIDE      1: runs beside the kernel before it, with which it shares nothing, and waits for it at the end (dependent.cuh)
 //    GATED       1: x holds the halves gate and up of SwiGLU, [rows, 2K]; quantize bf16(table[gate]) * up
 #include "contract.cuh"
