@@ -1,5 +1,6 @@
 """The CUDA and Triton kernels without a GPU: they compile for Hopper and for Blackwell, and their arithmetic tricks are exact."""
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,15 +126,45 @@ def test_an_argument_beyond_32_bits_is_refused_not_wrapped(value: int) -> None:
         program._argument(value)
 
 
+def section_bytes(elf: bytes, name: str) -> int:
+    (start,), (size, count, names) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, start + i * size) for i in range(count)]
+    (found,) = [h[5] for h in headers if elf.startswith(name.encode() + b"\0", headers[names][4] + h[0])]
+    return found
+
+
 @pytest.mark.parametrize(
-    ("n", "k"), [(1536, 2048), (2048, 768), (64, 768), (32, 32), (2816, 2048), (4096, 1536), (1, 16)]
+    ("n", "k"),
+    [
+        (1536, 2048),
+        (2048, 768),
+        (64, 768),
+        (32, 32),
+        (2816, 2048),
+        (4096, 1536),
+        (1, 16),
+        (233904, 16),
+        (313896, 16),
+        (474144, 16),
+    ],
 )
 def test_the_slices_of_a_team_cover_a_matrix_and_fit_on_the_gpu(n: int, k: int) -> None:
     team = quantize._team(n, k, 264)
     assert team is not None
     assert (team.members - 1) * team.rows < n <= team.members * team.rows
     assert team.members * team.teams <= 264
-    assert team.slots * team.rows * k * 2 <= 112 << 10
+    constants = {
+        "K": k,
+        "N": n,
+        "ROWS": team.rows,
+        "TEAM": team.members,
+        "SLOTS": team.slots,
+        "LEAD": team.slots - 2,
+        "WARPS": 12,
+    }
+    cubin = program.compile_source("quantize_stack.cu", "sm_90", tuple(sorted(constants.items())))
+    # 1 KB of a block that is CUDA's is in the section
+    assert 2 * (section_bytes(cubin, ".nv.shared.quantize_stack") + team.slots * team.rows * k * 2) <= 228 << 10
 
 
 def test_a_matrix_that_does_not_fit_on_the_gpu_has_no_team() -> None:

@@ -83,9 +83,10 @@ DEVICE float with_sign_of(float magnitude, float y) { return as_float(as_bits(ma
 
 // Codes of eight elements in a word, element 0 in the low nibble.
 //
-// A sum onto 2^23 - 2 rounds y >= 0 once, to nearest even: to steps of 0.5 below 2, and of 1 from there on, where the sum passes 2^23. A fused
-// multiply-add of y / 2 onto 2^23 rounds to steps of 2. Bits of floats are consecutive across a power of two, so those of both sums count
-// codes, from 0 at 2^23 - 2 and from 4 at 2^23; the lesser is the code. Positive floats compare as integers; NaN is above all and becomes 7.
+// A sum onto 2^23 - 2 rounds y >= 0 once, to nearest even: to steps of 0.5 below 2, and of 1 from there on, where the sum passes 2^23. A
+// fused multiply-add of y / 2 onto 2^23 rounds to steps of 2. Bits of floats are consecutive across a power of two, so those of both sums
+// count codes, from 0 at 2^23 - 2 and from 4 at 2^23; the lesser is the code. Positive floats compare as integers; NaN is above all and
+// becomes 7.
 constexpr u32 E2M1_ZERO = 0x4AFFFFFCu;  // bits of 2^23 - 2
 DEVICE u32 e2m1_sum(float y) {
     return min(min(as_bits(__fadd_rn(y, 8388606.0f)), as_bits(__fmaf_rn(y, 0.5f, 8388608.0f))), E2M1_ZERO + 7u);

@@ -30,7 +30,9 @@ GROUPS = {"nvfp4": 128, "mxfp8": 64}
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
 _ROW, _TENSOR, _MXFP8 = 0, 1, 2
 _THREADS = 256
-_STACK_BYTES = 112 << 10  # two blocks on a multiprocessor fill the shared memory of a Hopper GPU
+# Two blocks of the quantizer of stacks share the 228 KB of shared memory of a Hopper multiprocessor, 1 KB of each is CUDA's. Beside slices
+# a block has tables of factors, one fewer than slices, each counted with a share of amax and barriers.
+_STACK_BYTES, _TABLE_BYTES = 113 << 10, 768
 _STACK_WARPS = 12
 
 
@@ -137,7 +139,7 @@ class _Team(NamedTuple):
 def _team(n: int, k: int, resident: int) -> _Team | None:
     """As many slices a block as fit, or None where the GPU does not hold two matrices ``[n, k]`` at a time."""
     for slots in (4, 3, 2):
-        most_rows = _STACK_BYTES // slots // (2 * k)
+        most_rows = (_STACK_BYTES - (slots - 1) * _TABLE_BYTES) // slots // (2 * k)
         teams = resident // -(-n // most_rows) if most_rows else 0
         if teams:
             rows = -(-n // (resident // teams))

@@ -2,7 +2,8 @@
 // of a team of blocks until their amax is known, while others are on their way.
 //
 // WARPS warps compute; three more serve them, so that no computing warp ever waits for memory or for the team while there is work: one
-// fetches slices, one publishes the amax of a slice to the team, one collects the amax of a matrix. They meet at barriers in shared memory.
+// fetches slices, one publishes the amax of a slice to the team, one collects the amax of a matrix and makes the table of factors that
+// follows from it. They meet at barriers in shared memory.
 //
 // -D K, N         a matrix is [N, K], contiguous
 //    ROWS         rows of a slice: what one block holds of a matrix
@@ -12,7 +13,6 @@
 //    WARPS
 // All blocks of the grid must be on the GPU at once (cooperative launch): a team waits for its own members. Two share a multiprocessor.
 #include "contract.cuh"
-#include "blocks.cuh"
 #include "bulk_copy.cuh"
 
 constexpr int BLOCKS = K / 16, SLICE = ROWS * K;  // elements
@@ -21,16 +21,24 @@ constexpr u32 COPY = 16384;                       // bytes of one copy at most
 
 struct Scope { u32 top, done; };
 
-// A slot's barriers: its slice is here; every warp has its amax; the matrix's amax is here; every warp has written its codes.
+// A slot's barriers: its slice is here; every warp has its amax; the matrix's scales are here; every warp has written its codes.
 struct Slot { Arrival full, taken, known, free; };
 
-// A lane's 32 bytes. Eight lanes read sixteen bytes each at a time, half of them their second sixteen first, so that they meet no bank twice.
-DEVICE Block load_shared(const u16* at) {
-    const bool second = threadIdx.x & 4;
-    const uint4* from = (const uint4*)at;
-    const uint4 a = from[second], b = from[!second];
-    return {{second ? b.x : a.x, second ? b.y : a.y, second ? b.z : a.z, second ? b.w : a.w, second ? a.x : b.x, second ? a.y : b.y,
-             second ? a.z : b.z, second ? a.w : b.w}};
+// What follows from a matrix's amax: what the amax of a block is multiplied by, and the factor of a block for each code of its scale.
+struct Scales { float mult, factor[128]; };
+
+// max_magnitude without a mask for each pair: signs mean nothing before the pair is folded. Not for kernels that hold rows in registers:
+// with it the compiler gave quantize_rows tens of them more.
+DEVICE u32 larger(u32 a, u32 b) {
+    u32 pair;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+DEVICE u32 largest(const uint4& v) { return larger(larger(v.x, v.y), larger(v.z, v.w)); }
+DEVICE u32 folded(u32 pair) {
+    u16 most;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; max.NaN.xorsign.abs.bf16 %0, l, h;}" : "=h"(most) : "r"(pair));
+    return most & 0x7FFFu;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
@@ -38,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
     float* __restrict__ global_scales) {
     extern __shared__ __align__(128) u16 slices[];  // [SLOTS][SLICE]
     __shared__ Slot slots[SLOTS];
-    __shared__ u32 slice_top[SLOTS], matrix_top[SLOTS];
+    __shared__ u32 warp_top[SLOTS][WARPS];
+    __shared__ Scales tables[LEAD + 1];  // of as many matrices: a warp takes an amax when it has written the codes of LEAD + 1 before
     const int member = blockIdx.x % TEAM, team = blockIdx.x / TEAM, teams = gridDim.x / TEAM, first_row = member * ROWS;
     const int count = team < matrices ? (matrices - team + teams - 1) / teams : 0;  // matrices of this team: team + i * teams
     const int rows = min(ROWS, N - first_row), blocks = rows * BLOCKS;
@@ -46,13 +55,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
     if (threadIdx.x < SLOTS) {
         Slot* s = slots + threadIdx.x;
         arrival_init(&s->full, 1), arrival_init(&s->taken, WARPS), arrival_init(&s->known, 1), arrival_init(&s->free, WARPS);
-        slice_top[threadIdx.x] = 0;
     }
     __syncthreads();
 
-    const int role = (int)threadIdx.x / 32 - WARPS;
+    const int role = (int)threadIdx.x / 32 - WARPS, lane = threadIdx.x % 32;
     if (role >= 0) {
-        if (threadIdx.x % 32) return;
+        if (role == 0 && lane) return;
         for (int i = 0; i < count; i++) {
             const int slot = i % SLOTS, matrix = team + i * teams;
             Scope* scope = scopes + matrix;
@@ -65,17 +73,26 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
                 for (u32 at = 0; at < bytes; at += COPY) bulk_copy(to + at, from + at, min(COPY, bytes - at), &slots[slot].full);
             } else if (role == 1) {
                 arrival_wait(&slots[slot].taken, round(i));
-                atomicMax(&scope->top, slice_top[slot]);
-                slice_top[slot] = 0;
-                __threadfence();
-                atomicAdd(&scope->done, 1u);
+                const u32 top = __reduce_max_sync(0xFFFFFFFFu, lane < WARPS ? warp_top[slot][lane] : 0);
+                if (lane == 0) {
+                    atomicMax(&scope->top, top);
+                    __threadfence();
+                    atomicAdd(&scope->done, 1u);
+                }
+                __syncwarp();
             } else {
                 while (*(volatile u32*)&scope->done < TEAM) {}
                 __threadfence();
-                const u32 top = *(volatile u32*)&scope->top;
-                matrix_top[slot] = top;
-                if (member == 0) global_scales[matrix] = global_scale(magnitude_value(top)).decode;
-                arrival_arrive(&slots[slot].known);
+                const GlobalScale scale = global_scale(magnitude_value(*(volatile u32*)&scope->top));
+                Scales& known = tables[i % (LEAD + 1)];
+                for (int code = lane; code < 128; code += 32) known.factor[code] = block_factor(e4m3_value(code), scale.decode);
+                __syncwarp();
+                if (lane == 0) {
+                    known.mult = __fmul_rn(scale.encode, as_float(0x3E2AAAABu));
+                    if (member == 0) global_scales[matrix] = scale.decode;
+                    arrival_arrive(&slots[slot].known);
+                }
+                __syncwarp();
             }
         }
         return;
@@ -87,35 +104,42 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
         const uint4* from = (const uint4*)(slices + slot * SLICE);
         u32 most = 0;
 #pragma unroll 4
-        for (int at = threadIdx.x; at < 2 * blocks; at += THREADS) {
-            const uint4 v = from[at];
-            most = max_magnitude(max_magnitude(max_magnitude(max_magnitude(most, v.x), v.y), v.z), v.w);
-        }
-        most = __reduce_max_sync(0xFFFFFFFFu, fold_magnitude(most));
-        if (threadIdx.x % 32 == 0) {
-            atomicMax(slice_top + slot, most);
+        for (int at = threadIdx.x; at < 2 * blocks; at += THREADS) most = larger(most, largest(from[at]));
+        most = __reduce_max_sync(0xFFFFFFFFu, folded(most));
+        if (lane == 0) {
+            warp_top[slot][threadIdx.x / 32] = most;
             arrival_arrive(&slots[slot].taken);
         }
     };
+    // Eight lanes read sixteen bytes each at a time: four of them begin with the second half of their block, so that they meet no bank
+    // twice.
+    const bool second_first = lane & 4;
+    const size_t step = (size_t)teams * N * BLOCKS;
+    size_t at = ((size_t)team * N + first_row) * BLOCKS + threadIdx.x;  // the first block of this thread in the output
     for (int i = 0; i < LEAD && i < count; i++) take_amax(i);
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
         if (i + LEAD < count) take_amax(i + LEAD);
         const int slot = i % SLOTS;
         arrival_wait(&slots[slot].known, round(i));
-        const GlobalScale scale = global_scale(magnitude_value(matrix_top[slot]));
-        const float mult = __fmul_rn(scale.encode, as_float(0x3E2AAAABu));
-        const u16* slice = slices + slot * SLICE;
-        const size_t out = ((size_t)(team + i * teams) * N + first_row) * BLOCKS;
+        const Scales& known = tables[i % (LEAD + 1)];
+        const float mult = known.mult;
+        const uint4* block_at = (const uint4*)(slices + slot * SLICE) + 2 * threadIdx.x;
+        const uint4 *one_half = block_at + second_first, *other_half = block_at + !second_first;
+        uint2* code = codes + at;
+        u8* scale = scales + at;
+        at += step;
 #pragma unroll 2
         for (int block = threadIdx.x; block < blocks; block += THREADS) {
-            const Block b = load_shared(slice + block * 16);
-            const u32 s = block_scale_code(magnitude_value(block_amax(b)), mult) & 0xFFu;
-            const float factor = block_factor(e4m3_value(s), scale.decode);
-            codes[out + block] = make_uint2(e2m1_word(b.pair, factor), e2m1_word(b.pair + 4, factor));
-            scales[out + block] = (u8)s;
+            const uint4 a = *one_half, b = *other_half;
+            const u32 s = block_scale_code(magnitude_value(folded(larger(largest(a), largest(b)))), mult);
+            const float factor = known.factor[s];
+            const u32 one = e2m1_word(&a.x, factor), other = e2m1_word(&b.x, factor);
+            *code = second_first ? make_uint2(other, one) : make_uint2(one, other);
+            *scale = (u8)s;
+            one_half += 2 * THREADS, other_half += 2 * THREADS, code += THREADS, scale += THREADS;
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrival_arrive(&slots[slot].free);
+        if (lane == 0) arrival_arrive(&slots[slot].free);
     }
 }
