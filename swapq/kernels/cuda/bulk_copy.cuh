@@ -27,3 +27,16 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, Arrival* a) {
                  "l"(from), "r"(bytes), "r"(shared_address(a))
                  : "memory");
 }
+// The same for one unit, started by each thread for itself.
+DEVICE void copy_unit(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// The thread arrives when the units it has started are there. Counted among the barrier's arrivals.
+DEVICE void arrival_arrive_after_copies(Arrival* a) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(a)) : "memory");
+}
+DEVICE void copy_float(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// All that the thread has started is there.
+DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -34,21 +34,30 @@ DEVICE uint4 stream(const u8* from) {
     return v;
 }
 
+// What the epilogue needs, asked for long before. Places of tokens that are not there stay as they are.
+struct Known { int slot[TOKENS]; float scale[TOKENS], weight_scale; };
+
 // Block scales of the block's weight rows wait in shared memory too.
 constexpr int HELD_ROWS = 16 * M_TILES * WARPS, SCALE_CHUNK = CHUNK / SCALE_BLOCK, SCALE_STRIDE = SCALE_CHUNK + 16;
-constexpr bool BULK_SCALES = SCALE_BYTES % 16 == 0 && SCALE_CHUNK % 16 == 0;
+constexpr int UNIT = SCALE_BYTES % 16 == 0 && SCALE_CHUNK % 16 == 0 ? 16 : 1, UNITS = SCALE_CHUNK / UNIT;  // what a thread copies at a time
 
 struct Step { uint4 codes[M_TILES][2]; };
 
 struct Arguments {
     const u16* x; const float* x_scale; const u8* codes; const u8* scales; const float* w_scale; int w_scale_stride;
     const float* bias; const u16* table; const int* slots; int first, expert, count, top_k; u16* y;
-    __device__ __forceinline__ int slot(int i) const { return slots ? slots[first + i] : first + i; }
+    // Asked for where it stands, ahead of what does not need it.
+    __device__ __forceinline__ int slot(int i) const {
+        int slot = first + i;
+        if (slots) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(slot) : "l"(slots + slot));
+        return slot;
+    }
 };
 
 template <int WIDE>
-DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
+DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival, Known* known) {
     u8* held = (u8*)(tokens + 8 * TILES * STRIDE);
+    const int present = min(a.count, 8 * WIDE), my_slot = threadIdx.x < present ? a.slot(threadIdx.x) : 0;
     u32 phase = 0;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int base = (blockIdx.x * WARPS + warp) * (ROWS * M_TILES);
@@ -90,26 +99,35 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
     for (int chunk = 0; chunk < STEPS; chunk += CHUNK_STEPS) {
         // Tokens and scales of this chunk. Rows of tokens that are not there stay as they are: nothing reads what they give.
         __syncthreads();  // everybody knows the arrival barrier, and has read what is replaced now
-        const int width = min(CHUNK, PADDED_K - chunk * GROUP), present = min(a.count, 8 * WIDE);
+        const int width = min(CHUNK, PADDED_K - chunk * GROUP);
         const int chunk_byte = chunk * (int)STEP_SCALES, scale_bytes = min(SCALE_CHUNK, (int)SCALE_BYTES - chunk_byte);
         // Copies may arrive before their bytes are announced: the barrier opens after both.
-        if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2 + (BULK_SCALES ? HELD_ROWS * scale_bytes : 0));
-        for (int local = threadIdx.x; local < HELD_ROWS; local += 32 * WARPS) {
+        if (threadIdx.x == 0) arrival_expect(arrival, present * width * 2);
+        for (int i = threadIdx.x; i < HELD_ROWS * UNITS; i += 32 * WARPS) {
+            const int local = i / UNITS, at = i % UNITS * UNIT;
             // GATED: half of the rows are gate rows, half the up rows beside them. Past the end any row will do.
             const int out = min(block_row + (GATED ? local % (HELD_ROWS / 2) : local), OUT - 1);
-            const u8* from = a.scales + ((size_t)a.expert * N + out + (GATED && local >= HELD_ROWS / 2 ? OUT : 0)) * SCALE_BYTES + chunk_byte;
-            u8* to = held + local * SCALE_STRIDE;
-            if (BULK_SCALES) bulk_copy(to, from, scale_bytes, arrival);
-            else for (int i = 0; i < scale_bytes; i++) to[i] = from[i];
+            const u8* from = a.scales + ((size_t)a.expert * N + out + (GATED && local >= HELD_ROWS / 2 ? OUT : 0)) * SCALE_BYTES + chunk_byte + at;
+            u8* to = held + local * SCALE_STRIDE + at;
+            if (at >= scale_bytes) continue;
+            if constexpr (UNIT == 16) copy_unit(to, from);
+            else *to = *from;
         }
-        if (!BULK_SCALES) __syncthreads();
+        arrival_arrive_after_copies(arrival);
+        if (UNIT == 1) __syncthreads();
         if (chunk == 0) {  // weights, scales and tiles are older than the kernel before this one; the tokens are its work
             wait_for_previous();
             let_next_start();
         }
         if (threadIdx.x < present) {
-            const int slot = a.slot(threadIdx.x);
-            bulk_copy(tokens + threadIdx.x * STRIDE, a.x + (size_t)(SPREAD ? slot / a.top_k : slot) * PADDED_K + chunk * GROUP, width * 2, arrival);
+            if (chunk == 0) known->slot[threadIdx.x] = my_slot;
+            const int slot = known->slot[threadIdx.x];
+            const size_t row = SPREAD ? slot / a.top_k : slot;
+            if (chunk == 0) {
+                if (a.x_scale) copy_float(&known->scale[threadIdx.x], a.x_scale + row);
+                if (a.w_scale && threadIdx.x == 0) copy_float(&known->weight_scale, a.w_scale + (size_t)a.expert * a.w_scale_stride);
+            }
+            bulk_copy(tokens + threadIdx.x * STRIDE, a.x + row * PADDED_K + chunk * GROUP, width * 2, arrival);
         }
         arrival_wait(arrival, phase);
         phase ^= 1u;
@@ -159,34 +177,49 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival) {
     }
 
     // acc[m][n]: weight rows rows[m] (0, 1) and rows[m] + SECOND (2, 3), tokens 2t and 2t + 1 of tile n.
-    const float gw = a.w_scale ? a.w_scale[(size_t)a.expert * a.w_scale_stride] : 1.0f;
+    copies_wait();
+    __syncthreads();
+    const float gw = a.w_scale ? known->weight_scale : 1.0f;
 #pragma unroll
-    for (int n = 0; n < WIDE; n++)
+    for (int n = 0; n < WIDE; n++) {
+        u16 rounded[2][M_TILES][2];
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
-            const int token = 8 * n + 2 * t + odd;
-            if (token >= a.count) continue;
-            const int slot = a.slot(token);
-            const float scale = a.x_scale ? __fmul_rn(a.x_scale[SPREAD ? slot / a.top_k : slot], gw) : gw;
+            const float scale = a.x_scale ? __fmul_rn(known->scale[8 * n + 2 * t + odd], gw) : gw;
 #pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                if (base + ROWS * m >= OUT) continue;
-                u16 rounded[2];
+            for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float value = __fmul_rn(__fmul_rn(acc[m][n][2 * half + odd], UNFOLD), scale);
                     if (a.bias) value = __fadd_rn(value, a.bias[(size_t)a.expert * N + rows[m] + SECOND * half]);
-                    rounded[half] = bf16(value);
+                    rounded[odd][m][half] = bf16(value);
                 }
-                u16* row = a.y + (size_t)slot * OUT + rows[m];
+        }
 #if GATED
-                row[0] = bf16(__fmul_rn(magnitude_value(a.table[rounded[0] ^ 0x8000u]), magnitude_value(rounded[1])));
+        // All gates are looked up before one is used; those of tokens that are not there have places in the table too.
+        u16 gate[2][M_TILES];
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) gate[odd][m] = a.table[rounded[odd][m][0] ^ 0x8000u];
+#endif
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int token = 8 * n + 2 * t + odd;
+            if (token >= a.count) continue;
+            u16* to = a.y + (size_t)known->slot[token] * OUT;
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                if (base + ROWS * m >= OUT) continue;
+#if GATED
+                to[rows[m]] = bf16(__fmul_rn(magnitude_value(gate[odd][m]), magnitude_value(rounded[odd][m][1])));
 #else
-                row[0] = rounded[0];
-                row[8] = rounded[1];
+                to[rows[m]] = rounded[odd][m][0];
+                to[rows[m] + 8] = rounded[odd][m][1];
 #endif
             }
         }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
@@ -199,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
         return;
     }
     __shared__ Arrival arrival;
-    if (threadIdx.x == 0) arrival_init(&arrival);
+    __shared__ Known known;
+    if (threadIdx.x == 0) arrival_init(&arrival, 1 + 32 * WARPS);
     // A tile: expert, first position in slots, slots. Without a table there is one expert, and it takes every row in its place.
     const int* tile = tiles + 1 + 3 * blockIdx.y;
     const int expert = tiles ? tile[0] : 0, first = tiles ? tile[1] : blockIdx.y * TOKENS;
@@ -207,14 +241,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
     const Arguments a = {x, x_scale, codes, scales, w_scale, w_scale_stride, bias, table, tiles ? slots : nullptr, first, expert, count, top_k, y};
     // As many products side by side as the tile has tokens: the sums of a token do not change with its neighbours.
 #if TILES > 4
-    if (count > 32) return run<TILES>(a, tokens, &arrival);
+    if (count > 32) return run<TILES>(a, tokens, &arrival, &known);
 #endif
 #if TILES > 3
-    if (count > 24) return run<4>(a, tokens, &arrival);
-    if (count > 16) return run<3>(a, tokens, &arrival);
+    if (count > 24) return run<4>(a, tokens, &arrival, &known);
+    if (count > 16) return run<3>(a, tokens, &arrival, &known);
 #endif
 #if TILES > 1
-    if (count > 8) return run<2>(a, tokens, &arrival);
+    if (count > 8) return run<2>(a, tokens, &arrival, &known);
 #endif
-    run<1>(a, tokens, &arrival);
+    run<1>(a, tokens, &arrival, &known);
 }

@@ -22,7 +22,7 @@ Shape = tuple[int, int, int, int]
 def tile_tokens(slots: int, experts: int) -> int:
     """Slots in a tile, by how many an expert has on average. No result depends on it."""
     mean = slots / experts
-    return 8 if mean <= 5 else 32 if mean <= 24 else 64
+    return 8 if mean <= 5 else 32
 
 
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
