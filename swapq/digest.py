@@ -7,6 +7,7 @@ word always changes both sums. BLAKE2b then binds the sums to dtype and shape. I
 
 import hashlib
 import os
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ __all__ = ["Digests", "digest", "tensor_digest"]
 _PAGE = 1024  # sums of so many tensors come to the host as one tensor
 
 
-class Digests:
-    """Digests of many tensors, each computed where it lies. The host waits once, in :meth:`result`.
+class Digests(Mapping[str, str]):
+    """Digests of many tensors, each computed where it lies: a mapping whose names are there at once, and whose values the host waits for
+    once, when the first is asked for.
 
     A tensor is read when it is added: what happens to it later changes nothing.
     """
@@ -30,12 +32,25 @@ class Digests:
         self._headers: dict[str, str] = {}
         self._pages: dict[torch.device, list[Tensor]] = {}
         self._names: dict[torch.device, list[str]] = {}
+        self._found: dict[str, str] | None = None
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._headers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def __getitem__(self, name: str) -> str:
+        if self._found is None:
+            self._found = self.result()
+        return self._found[name]
 
     def add(self, name: str, x: Tensor) -> None:
         """Add plain tensor ``x``: its bytes in row-major order, shape and dtype."""
+        self._found = None
         self._headers[name] = f"{str(x.dtype).removeprefix('torch.')}|{'x'.join(map(str, x.shape))}"
         names, pages = self._names.setdefault(x.device, []), self._pages.setdefault(x.device, [])
         if len(names) % _PAGE == 0:
@@ -44,7 +59,7 @@ class Digests:
         names.append(name)
 
     def result(self) -> dict[str, str]:
-        """Name -> 32 hexadecimal digits, in the order in which the names were added."""
+        """Name -> 32 hexadecimal digits, in the order in which the names were added. Waits for each device once."""
         sums = {
             name: pair
             for device, names in self._names.items()

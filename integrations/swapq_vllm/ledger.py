@@ -120,7 +120,7 @@ class Ledger:
     def _expected_target(self, name: str, tensor: Tensor) -> Stack | Placement | None:
         target: Stack | Placement | None = self.served.stacks.get(name) or self.served.placements.get(name)
         twice = name in self.arrived or (
-            any(c in self.covered for c in target.covers) if isinstance(target, Stack) else name in self.covered
+            not self.covered.isdisjoint(target.covers) if isinstance(target, Stack) else name in self.covered
         )
         if twice:
             raise SyncError(f"{name}: arrived twice in one update; send every tensor once, of a stack or by itself")
@@ -194,8 +194,8 @@ class Ledger:
                 )
 
     def _require_complete(self) -> None:
-        missing = [n for n, p in self.served.placements.items() if n not in self.covered and p.pieces]
-        if missing:
+        if not self.covered.issuperset(self.served.required):
+            missing = [name for name in self.served.required if name not in self.covered]
             raise SyncError(
                 f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(self._as_sent(missing))}; send every tensor "
                 "every time"

@@ -112,8 +112,9 @@ def receive(
             else:
                 with quiet_reload():
                     worker.reload_weights(weights_iterator=ledger.stream(tensors), is_checkpoint_format=True)
+            damage = served.damage(ledger.copied)  # before the comparison, which waits for the device
             held, unverified = ledger.compare_held()
-            served.settle(ledger.copied)
+            served.settle(ledger.copied, damage)
         served.require_same_addresses()
     except BaseException as error:
         served.abandon()  # after an interrupt too, or no later update could begin

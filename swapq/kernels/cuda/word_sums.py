@@ -1,9 +1,11 @@
 """The sums of a digest on CUDA: one pass over the words, without a host round trip."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from swapq.kernels.cuda.program import program
+from swapq.kernels.cuda.program import Program, program
 from swapq.kernels.word_sums import LANE, chunk_keys, lane_keys
 
 __all__ = ["add_word_sums"]
@@ -18,8 +20,12 @@ def add_word_sums(words: Tensor, into: Tensor) -> None:
         words = words.clone()
     whole, rest = divmod(words.numel(), LANE)
     chunks = chunk_keys(whole + bool(rest), words.device)
-    pieces = -(-(LANE if whole else rest) // (4 * _THREADS))
-    with torch.cuda.device(words.device):
-        kernel = program("word_sums", words.device, THREADS=_THREADS, LANE=LANE, CHUNKS=_CHUNKS)
-        grid = (pieces, -(-(whole + bool(rest)) // _CHUNKS))
-        kernel.launch(grid, _THREADS, words, whole, rest, lane_keys(words.device), chunks, chunks.shape[1], into)
+    grid = (-(-(LANE if whole else rest) // (4 * _THREADS)), -(-(whole + bool(rest)) // _CHUNKS))
+    keys = lane_keys(words.device)
+    _kernel(words.device).launch(grid, _THREADS, words, whole, rest, keys, chunks, chunks.shape[1], into)
+
+
+@lru_cache(maxsize=16)
+def _kernel(device: torch.device) -> Program:
+    """Kept: an update of an engine launches it for every tensor, twice."""
+    return program("word_sums", device, THREADS=_THREADS, LANE=LANE, CHUNKS=_CHUNKS)
