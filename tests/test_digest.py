@@ -54,6 +54,22 @@ def test_a_batch_gives_each_tensors_own_digest_as_it_was_when_added() -> None:
     assert list(batch.result()) == list(tensors)
 
 
+@pytest.mark.parametrize("before", [0, 1, 1000, 1023])
+def test_tensors_added_together_have_the_digests_that_each_has_alone(before: int) -> None:
+    """Batches and pages begin and end anywhere among them."""
+    tensors = {f"t{i}": torch.randn(i % 5, 3).to((torch.bfloat16, torch.float32)[i % 2]) for i in range(70)}
+    batch = Digests()
+    for i in range(before):
+        batch.add(f"before {i}", torch.full((2,), i))
+    batch.add_all([])
+    batch.add_all(tensors.items())
+    batch.add("after", torch.ones(3))
+    found = batch.result()
+    assert {name: found[name] for name in tensors} == {name: tensor_digest(t) for name, t in tensors.items()}
+    assert all(found[f"before {i}"] == tensor_digest(torch.full((2,), i)) for i in range(before))
+    assert found["after"] == tensor_digest(torch.ones(3))
+
+
 def test_a_batch_is_a_mapping_whose_values_alone_are_waited_for() -> None:
     tensors = {f"t{i}": torch.randn(3, 5) for i in range(40)}
     batch = Digests()

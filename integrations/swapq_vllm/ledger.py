@@ -94,18 +94,19 @@ class Ledger:
         Raises:
             SyncError: bytes changed on the way, or the engine holds something else than what arrived.
         """
-        layouts, held = Layouts(), Digests()
-        keys: dict[str, list[str]] = {}
-        unreadable = []
-        for name, arrival in self.arrived.items():
-            parts = self._held(arrival.target, layouts)
-            if any(part is None for part in parts):
-                unreadable.append(name)
-                continue
-            keys[name] = [_key(name, i) for i in range(len(parts))]
-            for key, part in zip(keys[name], parts, strict=True):
-                if part is not None:
-                    held.add(key, part)
+        held, keys, unreadable = Digests(), dict[str, list[str]](), list[str]()
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            layouts = Layouts()
+            for name, arrival in self.arrived.items():
+                parts = self._held(arrival.target, layouts)
+                if any(part is None for part in parts):
+                    unreadable.append(name)
+                    continue
+                keys[name] = [_key(name, i) for i in range(len(parts))]
+                yield from zip(keys[name], parts, strict=True)
+
+        held.add_all(read())
         arrived, holds = self._digests.result(), held.result()
         self._compare_with_sender(arrived, holds)
         trusted = {name for name, arrival in self.arrived.items() if arrival.trusted}

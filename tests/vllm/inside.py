@@ -171,18 +171,22 @@ def reads_of_an_update(llm: Any, directory: str, as_stacks: bool) -> tuple[int, 
 
     weights = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
     module, digests = sys.modules[Digests.__module__], Digests()
-    honest = module.add_word_sums
+    one, many = module.add_word_sums, module.add_many_word_sums
     with Reads() as reads:
 
-        def noted(*args: Any) -> None:
+        def noted(words: Tensor, into: Tensor) -> None:
             reads.names.append("sums")
-            honest(*args)
+            one(words, into)
 
-        module.add_word_sums = noted
+        def all_noted(words: list[Tensor], into: Tensor) -> None:
+            reads.names += ["sums"] * len(words)
+            many(words, into)
+
+        module.add_word_sums, module.add_many_word_sums = noted, all_noted
         try:
             apply_update(llm, with_digests(iter(weights.items()), digests), digests)
         finally:
-            module.add_word_sums = honest
+            module.add_word_sums, module.add_many_word_sums = one, many
     return len(weights), reads.names
 
 
