@@ -7,21 +7,24 @@ word always changes both sums. BLAKE2b then binds the sums to dtype and shape. I
 
 import hashlib
 import os
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from swapq.errors import UnsupportedError
-from swapq.kernels.word_sums import add_word_sums
+from swapq.kernels.word_sums import add_many_word_sums, add_word_sums
 from swapq.qtensor import QTensor
 
 __all__ = ["Digests", "digest", "tensor_digest"]
 
 _PAGE = 1024  # sums of so many tensors come to the host as one tensor
+_BATCH = 32  # so many tensors share a launch; copies that were made for their digests (of strided parts) are gone after it
 
 
-class Digests:
-    """Digests of many tensors, each computed where it lies. The host waits once, in :meth:`result`.
+class Digests(Mapping[str, str]):
+    """Digests of many tensors, each computed where it lies: a mapping whose names are there at once, and whose values the host waits for
+    once, when the first is asked for.
 
     A tensor is read when it is added: what happens to it later changes nothing.
     """
@@ -30,21 +33,53 @@ class Digests:
         self._headers: dict[str, str] = {}
         self._pages: dict[torch.device, list[Tensor]] = {}
         self._names: dict[torch.device, list[str]] = {}
+        self._found: dict[str, str] | None = None
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._headers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def __getitem__(self, name: str) -> str:
+        if self._found is None:
+            self._found = self.result()
+        return self._found[name]
 
     def add(self, name: str, x: Tensor) -> None:
         """Add plain tensor ``x``: its bytes in row-major order, shape and dtype."""
+        page, row = self._place(name, x)
+        add_word_sums(_words(x), page[row])
+
+    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """:meth:`add` of each of ``tensors``, which nothing writes meanwhile: few launches on a GPU."""
+        batch: list[Tensor] = []
+        into = torch.empty(0)  # the rows from the batch's first on
+        for name, x in tensors:
+            page, row = self._place(name, x)
+            if len(batch) == _BATCH or (batch and (row == 0 or page.device != into.device)):
+                add_many_word_sums(batch, into[: len(batch)])
+                batch = []
+            into = into if batch else page[row:]
+            batch.append(_words(x))
+        add_many_word_sums(batch, into[: len(batch)])
+
+    def _place(self, name: str, x: Tensor) -> tuple[Tensor, int]:
+        """The page on the device of ``x``, and the row in it, for the sums of a tensor that is added."""
+        self._found = None
         self._headers[name] = f"{str(x.dtype).removeprefix('torch.')}|{'x'.join(map(str, x.shape))}"
         names, pages = self._names.setdefault(x.device, []), self._pages.setdefault(x.device, [])
-        if len(names) % _PAGE == 0:
+        row = len(names) % _PAGE
+        if row == 0:
             pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=x.device))
-        add_word_sums(_words(x), pages[-1][len(names) % _PAGE])
         names.append(name)
+        return pages[-1], row
 
     def result(self) -> dict[str, str]:
-        """Name -> 32 hexadecimal digits, in the order in which the names were added."""
+        """Name -> 32 hexadecimal digits, in the order in which the names were added. Waits for each device once."""
         sums = {
             name: pair
             for device, names in self._names.items()

@@ -14,7 +14,7 @@ from swapq.errors import FormatError
 from swapq.formats import Format, Operand, Parts
 from swapq.kernels import dispatch
 
-__all__ = ["QTensor", "quantize", "require_finite"]
+__all__ = ["QTensor", "is_finite", "quantize", "require_finite"]
 
 
 class QTensor(TorchAOBaseTensor):
@@ -198,20 +198,19 @@ def require_finite(x: Tensor, name: str) -> None:
     Raises:
         FormatError: naming the tensor, the count and the first index.
     """
-    if x.numel() and bool(
-        torch.isfinite(torch.stack(torch.aminmax(x))).all()
-    ):  # one pass, no temporary of the weight's size
+    if bool(is_finite(x)):
         return
     bad = ~torch.isfinite(x)
-    if bool(bad.any()):
-        first = tuple(int(i) for i in bad.nonzero()[0])
-        raise FormatError(
-            f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first at index {first} ({x[first].item()}); "
-            "repair the weight (a diverged run or a damaged file) before quantizing it"
-        )
+    first = tuple(int(i) for i in bad.nonzero()[0])
+    raise FormatError(
+        f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first at index {first} ({x[first].item()}); "
+        "repair the weight (a diverged run or a damaged file) before quantizing it"
+    )
 
 
-def _is_finite(x: Tensor) -> bool:
-    """One pass without a temporary of the size of ``x``. NaN and Inf show in the extremes."""
+def is_finite(x: Tensor) -> Tensor:
+    """0-dim bool on the device of ``x``, in one pass without a temporary of its size: NaN and Inf show in the extremes. Nothing waits."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
     pieces = x if x.dim() > 2 and x.numel() >= 1 << 31 else (x,)  # torch reduces fewer elements than that to a pair
-    return bool(torch.isfinite(torch.stack([end for piece in pieces for end in torch.aminmax(piece)])).all())
+    return torch.isfinite(torch.stack([end for piece in pieces for end in torch.aminmax(piece)])).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swapq.kernels.cuda import columns, elementwise, grouped_decode, quantize, tiles
+from swapq.kernels.cuda import columns, elementwise, grouped_decode, quantize, tiles, word_sums
 from swapq.kernels.cuda import program as programs
 
 META = torch.device("meta")
@@ -73,12 +73,15 @@ def parameters(file: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
-    for module in (columns, elementwise, quantize, tiles, grouped_decode):
+    for module in (columns, elementwise, quantize, tiles, grouped_decode, word_sums):
         monkeypatch.setattr(module, "program", noted)
     monkeypatch.setattr(quantize, "multiprocessors", lambda _: MULTIPROCESSORS)
-    grouped_decode._kernel.cache_clear()
+    kept = (grouped_decode._kernel, word_sums._kernel)
+    for kernel in kept:
+        kernel.cache_clear()
     yield noted
-    grouped_decode._kernel.cache_clear()
+    for kernel in kept:
+        kernel.cache_clear()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -162,3 +165,11 @@ def test_kernels_get_rows_that_start_at_sixteen_bytes(offset: int) -> None:
     assert torch.equal(found, view)
     assert torch.equal(quantize.aligned(view.t()), view.t())
     assert quantize.aligned(view.t()).is_contiguous()
+
+
+def test_tensors_of_any_size_are_digested_in_launches_that_cuda_takes(noted: Noted) -> None:
+    words = [empty(count, dtype=torch.int32) for count in (0, 1, 1 << 16, (1 << 16) + 1, 1 << 30, (1 << 31) - 1)]
+    for each in words:
+        word_sums.add_word_sums(each, empty(2, dtype=torch.int64))
+    word_sums.add_many_word_sums(words, empty(len(words), 2, dtype=torch.int64))
+    assert noted.launches == ["word_sums"] * len(words) + ["word_sums_many"]

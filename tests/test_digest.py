@@ -7,6 +7,7 @@ from torch import Tensor
 from swapq.digest import Digests, tensor_digest
 from swapq.kernels import word_sums
 from swapq.kernels.word_sums import LANE
+from tests.helpers.reads import Reads
 
 COUNTS = [1, 3, 1000, LANE - 1, LANE, LANE + 1, 3 * LANE + 17, 40 * LANE + 5]
 
@@ -51,6 +52,49 @@ def test_a_batch_gives_each_tensors_own_digest_as_it_was_when_added() -> None:
         t.zero_()
     assert batch.result() == expected
     assert list(batch.result()) == list(tensors)
+
+
+@pytest.mark.parametrize("before", [0, 1, 1000, 1023])
+def test_tensors_added_together_have_the_digests_that_each_has_alone(before: int) -> None:
+    """Batches and pages begin and end anywhere among them."""
+    tensors = {f"t{i}": torch.randn(i % 5, 3).to((torch.bfloat16, torch.float32)[i % 2]) for i in range(70)}
+    batch = Digests()
+    for i in range(before):
+        batch.add(f"before {i}", torch.full((2,), i))
+    batch.add_all([])
+    batch.add_all(tensors.items())
+    batch.add("after", torch.ones(3))
+    found = batch.result()
+    assert {name: found[name] for name in tensors} == {name: tensor_digest(t) for name, t in tensors.items()}
+    assert all(found[f"before {i}"] == tensor_digest(torch.full((2,), i)) for i in range(before))
+    assert found["after"] == tensor_digest(torch.ones(3))
+
+
+def test_a_batch_is_a_mapping_whose_values_alone_are_waited_for() -> None:
+    tensors = {f"t{i}": torch.randn(3, 5) for i in range(40)}
+    batch = Digests()
+    with Reads() as reads:
+        for name, t in tensors.items():
+            batch.add(name, t)
+        assert set(batch) == set(tensors)
+        assert len(batch) == len(tensors)
+        assert "t41" not in batch
+        assert reads.count == 0
+        assert all(batch[name] == value for name, value in batch.result().items())
+        assert batch == {name: tensor_digest(t) for name, t in tensors.items()}
+    assert batch["t7"] == tensor_digest(tensors["t7"])
+    batch.add("t7", tensors["t8"])
+    assert batch["t7"] == batch["t8"]
+
+
+def test_a_batch_is_read_once() -> None:
+    batch = Digests()
+    for i in range(40):
+        batch.add(f"t{i}", torch.randn(3, 5))
+    with Reads() as reads:
+        for name in batch:
+            assert len(batch[name]) == 32
+    assert reads.count == 1
 
 
 def test_chunk_keys_of_a_larger_table_begin_with_those_of_a_smaller() -> None:

@@ -106,6 +106,7 @@ def _measure_bf16(folder: str) -> dict[str, Any]:
 def _measure_ours(folder: str, recipe: str) -> dict[str, Any]:
     """One verified update after the other, from masters to an engine that serves."""
     import swapq
+    from swapq.digest import Digests
     from swapq_trl.sending import sent_tensors, with_digests
     from swapq_vllm.receiver import apply_update, stacked_experts
 
@@ -119,7 +120,7 @@ def _measure_ours(folder: str, recipe: str) -> dict[str, Any]:
         return sent_tensors(model, torch.bfloat16, stacked=stacked, fresh=False)
 
     def sync() -> None:
-        digests: dict[str, str] = {}
+        digests = Digests()
         reports.append(apply_update(llm, with_digests(tensors(), digests), digests))
 
     def send() -> None:

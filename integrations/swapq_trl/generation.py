@@ -20,6 +20,7 @@ from swapq.checkpoint.export import export
 from swapq.convert import is_converted, recipe_of
 from swapq.diagnostics import audit
 from swapq.diagnostics.audit import running as runs_in
+from swapq.digest import Digests
 from swapq.errors import SyncError, UnsupportedError
 from swapq_trl import server
 from swapq_trl.adapters import Merge, check_adapters, merged
@@ -86,7 +87,7 @@ class VLLMGeneration(_VLLMGeneration):
         self.last_logprobs: list[list[float]] | None = None
         self._failed: str | None = None
         self._tested = False
-        self._sent: dict[str, str] = {}
+        self._sent = Digests()
         self._start: tuple[Scores, dict[str, str]] | None = None
         self._stacked: frozenset[str] = frozenset()
         self._open: Sending | None = None
@@ -129,9 +130,9 @@ class VLLMGeneration(_VLLMGeneration):
             held = as_sent(
                 plain_model(self.model), served_tensors(self.llm, stacked=True), self._engine_dtype(), fresh=False
             )
-            digests: dict[str, str] = {}
+            digests = Digests()
             deque(with_digests(held, digests), maxlen=0)
-            self._start = (fixed_scores(self.llm), digests)
+            self._start = (fixed_scores(self.llm), digests.result())
             self._stacked = stacked_experts(self.llm) if is_converted(self.model) else frozenset()
             self.accelerator.wait_for_everyone()
         if self.enable_sleep_mode:
@@ -190,7 +191,7 @@ class VLLMGeneration(_VLLMGeneration):
 
     def _iter_named_params(self) -> NamedTensors:
         """Name and tensor of everything the engine must hold. Every process must walk it to its end."""
-        self._sent = {}
+        self._sent = Digests()
         return as_packed(self._sending(with_digests(self._tensors(None), self._sent)))
 
     def _tensors(self, merge: Merge | None) -> NamedTensors:
@@ -244,12 +245,12 @@ class VLLMGeneration(_VLLMGeneration):
             self._tested = True
         return report
 
-    def _update(self) -> tuple[SyncReport, dict[str, str]]:
+    def _update(self) -> tuple[SyncReport, Digests]:
         """One transaction, and the digests of what was sent."""
         from swapq_vllm.receiver import apply_update
 
         start = time.perf_counter()
-        merge, digests = Merge(), dict[str, str]()
+        merge, digests = Merge(), Digests()
         done = apply_update(self.llm, self._sending(with_digests(self._tensors(merge), digests)), digests)
         seconds = time.perf_counter() - start
         if merge.changed_fraction is not None:
@@ -260,7 +261,7 @@ class VLLMGeneration(_VLLMGeneration):
             )
         return SyncReport(seconds, done.bytes, done.tensors, done.verified, merge.changed_fraction), digests
 
-    def _self_test(self, digests: dict[str, str]) -> None:
+    def _self_test(self, digests: Mapping[str, str]) -> None:
         """What was sent again must not change the engine, and neither the first update if it is what the engine started with."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])

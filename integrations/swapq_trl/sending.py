@@ -78,13 +78,12 @@ def as_packed(tensors: NamedTensors) -> NamedTensors:
         yield name, tensor if tensor.dim() else tensor.reshape(1)
 
 
-def with_digests(tensors: NamedTensors, digests: dict[str, str]) -> Sending:
-    """`tensors` unchanged; when the last has passed, `digests` is filled under their names."""
-    found = Digests()
+def with_digests(tensors: NamedTensors, digests: Digests) -> Sending:
+    """`tensors` unchanged, each added to `digests` as it passes. Nothing waits for the device here, so that what the receiver does next is
+    queued behind it."""
     for name, tensor in tensors:
-        found.add(name, tensor)
+        digests.add(name, tensor)
         yield name, tensor
-    digests.update(found.result())
 
 
 def _fresh(

@@ -4,12 +4,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from swapq.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 __all__ = [
     "SUPPORTED",
@@ -21,6 +24,7 @@ __all__ = [
     "original_loader",
     "quiet_reload",
     "require_supported",
+    "reset_prefix_cache",
     "vllm_version",
 ]
 
@@ -78,6 +82,26 @@ def forget_caches(runner: Any) -> None:
     for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
         if hasattr(runner, name):
             getattr(runner, name)()
+
+
+def reset_prefix_cache(llm: "LLM") -> bool:
+    """``llm.reset_prefix_cache()``, which visits the blocks that hold something instead of all.
+
+    A large GPU can have a quarter of a million blocks, and vLLM forgets the hash of each one by one, in Python. Only blocks in the
+    pool's map of hashes have one: what vLLM resets is their list, for as long as its own method runs.
+    """
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    pool: Any = getattr(getattr(core.scheduler, "kv_cache_manager", None), "block_pool", None)
+    entries = getattr(getattr(pool, "cached_block_hash_to_block", None), "_cache", None)
+    watched = getattr(pool, "_reuse_watchers", None)  # by a block's place in the whole list
+    if entries is None or watched:
+        return llm.reset_prefix_cache()
+    every = pool.blocks
+    pool.blocks = [b for entry in entries.values() for b in (entry.values() if isinstance(entry, dict) else (entry,))]
+    try:
+        return llm.reset_prefix_cache()
+    finally:
+        pool.blocks = every
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Quantized routed experts in the engine: the checkpoint's codes and scales as parameters, the trainer's expert block as forward."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,21 +185,18 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
 
     def damaged(self, layer: Any) -> Tensor:
         """0-dim bool on the layer's device: whether :meth:`require_sound` would raise. Nothing waits for the device."""
-        return torch.stack([experts.any() for _, experts in self._damage(layer)]).any()
+        return torch.stack([wrong.any() for _, wrong in self._damage(layer)]).any()
 
-    def _damage(self, layer: Any) -> list[tuple[str, Tensor]]:
-        """What is looked at, and for which of the local experts it is wrong."""
-        bad: list[tuple[str, Tensor]] = []
+    def _damage(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
+        """What is looked at, and where it is wrong: bool ``[local experts, ...]``, of its size, so one is made when the last is gone."""
         for stack in (_FIRST, _SECOND):
             for part, suffix in formats.get(self.format).suffixes.items():
                 if can_be_unsound(self.format, part):
                     name = stack + suffix.removeprefix("weight")
-                    found = unsound(getattr(layer, name).data, self.format, part)
-                    bad.append((name, found.reshape(found.shape[0], -1).any(1)))
+                    yield name, unsound(getattr(layer, name).data, self.format, part)
         if hasattr(layer, f"{_FIRST}_scale_2") and self.gated:
             pair = getattr(layer, f"{_FIRST}_scale_2").data
-            bad.append(("gate and up", pair[:, 0] != pair[:, 1]))
-        return bad
+            yield "gate and up", pair[:, 0] != pair[:, 1]
 
     def require_sound(self, layer: Any) -> None:
         """Raise if a code or scale is one that no quantizer writes, or gate and up have different FP32 scales.
@@ -207,12 +204,11 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: naming the checkpoint's tensors.
         """
-        bad = self._damage(layer)
-        if not bool(torch.stack([b for _, b in bad]).any()):
+        if not bool(self.damaged(layer)):
             return
         here = [slot for slot in self.names if layer._map_global_expert_id_to_local_expert_id(slot[0]) != -1]
-        name, experts = next((n, b) for n, b in bad if bool(b.any()))
-        local = int(experts.nonzero()[0])
+        name, wrong = next((n, b) for n, b in self._damage(layer) if bool(b.any()))
+        local = int(wrong.reshape(wrong.shape[0], -1).any(1).nonzero()[0])
         shards = ("w2",) if name.startswith(_SECOND) else ("w1", "w3")
         expert = next(e for e, _ in here if layer._map_global_expert_id_to_local_expert_id(e) == local)
         weights = [self.names[expert, shard] for shard in shards if (expert, shard) in self.names]

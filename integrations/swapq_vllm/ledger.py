@@ -94,18 +94,19 @@ class Ledger:
         Raises:
             SyncError: bytes changed on the way, or the engine holds something else than what arrived.
         """
-        layouts, held = Layouts(), Digests()
-        keys: dict[str, list[str]] = {}
-        unreadable = []
-        for name, arrival in self.arrived.items():
-            parts = self._held(arrival.target, layouts)
-            if any(part is None for part in parts):
-                unreadable.append(name)
-                continue
-            keys[name] = [_key(name, i) for i in range(len(parts))]
-            for key, part in zip(keys[name], parts, strict=True):
-                if part is not None:
-                    held.add(key, part)
+        held, keys, unreadable = Digests(), dict[str, list[str]](), list[str]()
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            layouts = Layouts()
+            for name, arrival in self.arrived.items():
+                parts = self._held(arrival.target, layouts)
+                if any(part is None for part in parts):
+                    unreadable.append(name)
+                    continue
+                keys[name] = [_key(name, i) for i in range(len(parts))]
+                yield from zip(keys[name], parts, strict=True)
+
+        held.add_all(read())
         arrived, holds = self._digests.result(), held.result()
         self._compare_with_sender(arrived, holds)
         trusted = {name for name, arrival in self.arrived.items() if arrival.trusted}
@@ -120,7 +121,7 @@ class Ledger:
     def _expected_target(self, name: str, tensor: Tensor) -> Stack | Placement | None:
         target: Stack | Placement | None = self.served.stacks.get(name) or self.served.placements.get(name)
         twice = name in self.arrived or (
-            any(c in self.covered for c in target.covers) if isinstance(target, Stack) else name in self.covered
+            not self.covered.isdisjoint(target.covers) if isinstance(target, Stack) else name in self.covered
         )
         if twice:
             raise SyncError(f"{name}: arrived twice in one update; send every tensor once, of a stack or by itself")
@@ -194,8 +195,8 @@ class Ledger:
                 )
 
     def _require_complete(self) -> None:
-        missing = [n for n, p in self.served.placements.items() if n not in self.covered and p.pieces]
-        if missing:
+        if not self.covered.issuperset(self.served.required):
+            missing = [name for name in self.served.required if name not in self.covered]
             raise SyncError(
                 f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(self._as_sent(missing))}; send every tensor "
                 "every time"

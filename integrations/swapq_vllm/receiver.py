@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swapq.digest import Digests
 from swapq.errors import SyncError, UnsupportedError
-from swapq_vllm.compat import forget_caches, quiet_reload
+from swapq_vllm.compat import forget_caches, quiet_reload, reset_prefix_cache
 from swapq_vllm.gate import close_front, close_worker, open_front, open_worker
 from swapq_vllm.ledger import Ledger
 from swapq_vllm.served import Served
@@ -81,7 +81,7 @@ def apply_update(
     close_front(llm, "its last weight update did not complete")
     try:
         arrived, held, unverified, count = llm.collective_rpc(receive, args=(tensors, expected_digests))[0]
-        if not llm.reset_prefix_cache():
+        if not reset_prefix_cache(llm):
             raise SyncError(
                 "the prefix cache could not be reset, old and new weights would mix; finish running requests, then sync"
             )
@@ -112,8 +112,9 @@ def receive(
             else:
                 with quiet_reload():
                     worker.reload_weights(weights_iterator=ledger.stream(tensors), is_checkpoint_format=True)
+            damage = served.damage(ledger.copied)  # before the comparison, which waits for the device
             held, unverified = ledger.compare_held()
-            served.settle(ledger.copied)
+            served.settle(ledger.copied, damage)
         served.require_same_addresses()
     except BaseException as error:
         served.abandon()  # after an interrupt too, or no later update could begin

@@ -46,6 +46,11 @@ class Served:
         return trace(self.model, headers.items())
 
     @cached_property
+    def required(self) -> dict[str, None]:
+        """Names of the tensors that fill a place here, in the checkpoint's order: an update must bring each of them."""
+        return dict.fromkeys(name for name, placement in self.placements.items() if placement.pieces)
+
+    @cached_property
     def tied(self) -> dict[str, str]:
         """Live names that share the parameter of another -> that other: a sender may name both."""
         first = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -88,15 +93,19 @@ class Served:
             if tensor is not None
         }
 
-    def settle(self, layers: Mapping[int, nn.Module]) -> None:
-        """After copies into ``layers``: what is derived from their tensors is refreshed, and what no quantizer writes is refused.
+    def damage(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
+        """0-dim bool on the device: whether copies left in ``layers`` what no quantizer writes. Nothing waits for it."""
+        flags = [method.damaged(layer) for layer, method in _quantized(layers)]
+        return torch.stack(flags).any() if flags else None
+
+    def settle(self, layers: Mapping[int, nn.Module], damage: Tensor | None) -> None:
+        """After copies into ``layers``: what is derived from their tensors is refreshed, and :meth:`damage` found before is refused.
 
         Raises:
             CheckpointError: naming the tensors of the first layer that is damaged.
         """
-        methods = [(layer, getattr(layer, "quant_method", None)) for layer in layers.values()]
-        looked: list[tuple[nn.Module, Any]] = [(layer, m) for layer, m in methods if hasattr(m, "damaged")]
-        if looked and bool(torch.stack([method.damaged(layer) for layer, method in looked]).any()):
+        looked = _quantized(layers)
+        if damage is not None and bool(damage):
             for layer, method in looked:
                 method.require_sound(layer)
         for layer, method in looked:
@@ -173,6 +182,12 @@ class Served:
 
     def _addresses(self) -> dict[str, int]:
         return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
+
+
+def _quantized(layers: Mapping[int, nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """Those of ``layers`` that hold codes, with their methods."""
+    methods = [(layer, getattr(layer, "quant_method", None)) for layer in layers.values()]
+    return [(layer, method) for layer, method in methods if hasattr(method, "damaged")]
 
 
 def _runs(layer: nn.Module, weight: Tensor) -> tuple[str, str]:

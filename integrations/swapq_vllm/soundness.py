@@ -22,7 +22,7 @@ def unsound(x: Tensor, fmt: str, part: str) -> Tensor:
         part: ``"codes"``, ``"scales"`` or ``"global_scale"``.
     """
     if formats.get(fmt).dtypes[part] in (torch.float32, torch.bfloat16):
-        return ~(torch.isfinite(x) & (x > 0))
+        return ~((x > 0) & (x < float("inf")))
     bits = x.view(torch.uint8)
     if formats.get(fmt).dtypes[part] == torch.float8_e4m3fn:
         return bits >= 0x7F if part == "scales" else (bits & 0x7F) == 0x7F

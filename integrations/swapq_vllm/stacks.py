@@ -65,7 +65,8 @@ class Shard:
         first, count = self.experts[0] if self.experts else 0, len(self.experts)
         if self.experts == tuple(range(first, first + count)):
             return arrived.narrow(0, first, count)
-        mine = torch.tensor(self.experts, device=arrived.device)
+        # a copy that blocks would wait for all that is queued, once for every stack
+        mine = torch.tensor(self.experts, device="cpu").to(arrived.device, non_blocking=True)
         if arrived.element_size() == 1:  # not every device indexes float8
             return arrived.view(torch.uint8)[mine].view(arrived.dtype)
         return arrived[mine]

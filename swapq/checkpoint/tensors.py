@@ -25,7 +25,7 @@ from swapq.nn.experts import SwapqExperts
 from swapq.nn.gather import whole
 from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
-from swapq.qtensor import require_finite
+from swapq.qtensor import is_finite, require_finite
 
 __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
@@ -102,15 +102,18 @@ def checkpoint_tensors(
     """
     root = base_model(model)
     _refuse_adapters(root)
+    swapped = list(_swapped(root))
+    masters = list(_masters(swapped)) if check else []
+    finite = [is_finite(whole(master.detach())) for _, master in masters]  # devices compute it while the list is made
     units: list[tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]] = []
-    for prefix, module in _swapped(root):
-        if check:
-            _check_finite(prefix, module)
+    for prefix, module in swapped:
         as_stacks = isinstance(module, SwapqExperts) and module.swapq_layout.hub_prefix in stacked
         units.append((prefix, partial(stacked_tensors if as_stacks else module_tensors, module)))  # type: ignore[arg-type]
     for name, tensor in _rest(root).items():
         units.append((name, partial(iter, [(name, tensor.detach())])))
-    for _, produce in sorted(units, key=lambda unit: dot_natural_key(unit[0])):
+    units.sort(key=lambda unit: dot_natural_key(unit[0]))
+    _require_finite(masters, finite)
+    for _, produce in units:
         with torch.no_grad():
             yield from produce()
 
@@ -141,10 +144,24 @@ def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
     return ((name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage))
 
 
-def _check_finite(prefix: str, module: QuantizedStorage) -> None:
-    for weight in module.weight_names():
-        if weight in dict(module.named_parameters(recurse=False)):
-            require_finite(whole(getattr(module, weight).detach()), f"{prefix}.{weight}")
+def _masters(swapped: list[tuple[str, QuantizedStorage]]) -> Iterator[tuple[str, Tensor]]:
+    """Live name and parameter of every master that will be quantized."""
+    for prefix, module in swapped:
+        for weight in module.weight_names():
+            master = module._parameters.get(weight)
+            if master is not None:
+                yield f"{prefix}.{weight}", master
+
+
+def _require_finite(masters: list[tuple[str, Tensor]], finite: list[Tensor]) -> None:
+    """Refuse the first master that is not finite. Each device is waited for once, however many masters there are."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for flag in finite:
+        devices.setdefault(flag.device, []).append(flag)
+    if all(bool(torch.stack(flags).all()) for flags in devices.values()):
+        return
+    for name, master in masters:
+        require_finite(whole(master.detach()), name)
 
 
 def _plain_state(root: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 changes them. Keys are odd, so one changed word always changes both.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from swapq.kernels import cpu, dispatch
 from swapq.kernels.host import as_array
 
-__all__ = ["LANE", "add_word_sums", "chunk_keys", "lane_keys"]
+__all__ = ["LANE", "add_many_word_sums", "add_word_sums", "chunk_keys", "lane_keys"]
 
 LANE = 1 << 16  # words per chunk: the key table is small, and position across chunks has keys of its own
 
@@ -83,6 +84,17 @@ def add_word_sums(words: Tensor, into: Tensor) -> None:
         launch(words, into)
     else:
         _add_in_torch(words, into)
+
+
+def add_many_word_sums(words: Sequence[Tensor], into: Tensor) -> None:
+    """:func:`add_word_sums` of each of ``words`` into its row of ``into`` ``[n, 2]``; in one launch where a kernel can."""
+    if len(words) > 1 and dispatch.kernels(into.device):
+        from swapq.kernels.cuda.word_sums import add_many_word_sums as launch
+
+        launch(words, into)
+        return
+    for each, row in zip(words, into, strict=True):
+        add_word_sums(each, row)
 
 
 def _add_on_cpu(words: Tensor, into: Tensor) -> None:

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 
 import swapq
-from swapq.digest import tensor_digest
-from swapq.errors import SyncError, UnsupportedError
+from swapq.digest import Digests, tensor_digest
+from swapq.errors import FormatError, SyncError, UnsupportedError
 from swapq_trl.sending import sent_tensors, with_digests
+from tests.helpers.reads import Reads
 from tests.trl.jobs import tiny
 
 RECIPES = {"bf16": {}, "mxfp8-rl": {}, "nvfp4-rl": {"last_layers_bf16": 0}}
@@ -149,10 +150,29 @@ def test_names_dtypes_and_shapes_of_stacks_never_change(model: Any) -> None:
 
 
 def test_digests_are_there_when_the_last_tensor_has_passed() -> None:
-    model, digests = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0), dict[str, str]()
+    model, digests = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0), Digests()
     passed = [(name, t.clone()) for name, t in with_digests(sent_tensors(model, torch.bfloat16), digests)]
     assert list(digests) == [name for name, _ in passed]
     assert digests == {name: tensor_digest(t) for name, t in passed}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl", "bf16"])
+def test_a_walk_over_all_tensors_asks_the_device_once_whether_the_masters_are_finite(recipe: str) -> None:
+    model, digests = swapq.convert(tiny(), recipe), Digests()
+    with Reads() as reads:
+        sent = list(with_digests(sent_tensors(model, torch.bfloat16), digests))
+    assert len(sent) > 20
+    assert reads.count == (recipe != "bf16")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_master_that_is_not_finite_is_named_before_any_tensor_is_given(layer: int) -> None:
+    model = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0)
+    with torch.no_grad():
+        model.model.layers[layer].mlp.experts.down_proj[3, 1, 2] = float("inf")
+    sending = sent_tensors(model, torch.bfloat16)
+    with pytest.raises(FormatError, match=rf"model.layers.{layer}.mlp.experts.down_proj: 1 of .* \(3, 1, 2\)"):
+        next(sending)
 
 
 def test_a_server_that_holds_something_else_is_an_error_that_names_it(model: Any) -> None:

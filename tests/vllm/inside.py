@@ -160,6 +160,85 @@ def reloads(llm: Any, directory: str, as_stacks: bool) -> int:
     return len(calls)
 
 
+def reads_of_an_update(llm: Any, directory: str, as_stacks: bool) -> tuple[int, list[str]]:
+    """How many tensors a verified update sent; then, in order, what the host asked of tensors, and "sums" for each one digested."""
+    import sys
+
+    from swapq.digest import Digests
+    from swapq_trl.sending import with_digests
+    from swapq_vllm.receiver import apply_update
+    from tests.helpers.reads import Reads
+
+    weights = stacked(_weights(directory), llm) if as_stacks else _weights(directory)
+    module, digests = sys.modules[Digests.__module__], Digests()
+    one, many = module.add_word_sums, module.add_many_word_sums
+    with Reads() as reads:
+
+        def noted(words: Tensor, into: Tensor) -> None:
+            reads.names.append("sums")
+            one(words, into)
+
+        def all_noted(words: list[Tensor], into: Tensor) -> None:
+            reads.names += ["sums"] * len(words)
+            many(words, into)
+
+        module.add_word_sums, module.add_many_word_sums = noted, all_noted
+        try:
+            apply_update(llm, with_digests(iter(weights.items()), digests), digests)
+        finally:
+            module.add_word_sums, module.add_many_word_sums = one, many
+    return len(weights), reads.names
+
+
+def prefix_cache_after_an_update(llm: Any, directory: str) -> dict[str, int]:
+    """Blocks of the KV cache that hold a prefix before an update and after it, that the update visits, and in all."""
+    from vllm import SamplingParams
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    every, visited, honest = list(pool.blocks), [], KVCacheBlock.reset_hash
+    prompts = [{"prompt_token_ids": [(i * 5 + j) % 64 for j in range(40)]} for i in range(3)]
+    llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+    before = sum(block.block_hash is not None for block in every)
+
+    def noted(block: Any) -> None:
+        visited.append(block.block_id)
+        honest(block)
+
+    KVCacheBlock.reset_hash = noted
+    try:
+        stacked_update(llm, directory)
+    finally:
+        KVCacheBlock.reset_hash = honest
+    return {
+        "before": before,
+        "visited": len(visited),
+        "after": sum(block.block_hash is not None for block in every) + len(pool.cached_block_hash_to_block),
+        "same list": pool.blocks == every,
+        "all": len(every),
+    }
+
+
+def update_with_a_request_running(llm: Any, directory: str) -> str:
+    """An update while a request holds blocks of the KV cache: the error."""
+    from vllm import SamplingParams
+
+    from swapq.errors import SyncError
+
+    llm.llm_engine.add_request(
+        "running", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+    )
+    llm.llm_engine.step()
+    try:
+        stacked_update(llm, directory)
+    except SyncError as error:
+        return str(error)
+    finally:
+        llm.llm_engine.abort_request(["running"])
+        llm.llm_engine.step()
+    return "nothing"
+
+
 def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:
     """An update that names the head of a model whose head is its embedding: the error."""
     from swapq.digest import tensor_digest

@@ -26,7 +26,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def engine(folders: list[Path]) -> Iterator[Engine]:
-    engine = Engine(folders[0], enforce_eager=True)
+    engine = Engine(folders[0], enforce_eager=True, block_size=32, enable_prefix_caching=True)
     yield engine
     engine.close()
 
@@ -34,6 +34,31 @@ def engine(folders: list[Path]) -> Iterator[Engine]:
 @pytest.mark.parametrize("stacked", [True, False])
 def test_an_update_uses_no_reload(engine: Engine, folders: list[Path], stacked: bool) -> None:
     assert engine(inside.reloads, str(folders[0]), stacked) == 0
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_host_waits_for_the_device_only_when_all_work_of_an_update_is_queued(
+    engine: Engine, folders: list[Path], stacked: bool
+) -> None:
+    tensors, events = engine(inside.reads_of_an_update, str(folders[0]), stacked)
+    assert events.count("sums") >= 2 * tensors
+    last = len(events) - events[::-1].index("sums")
+    # the engine's digests, the sender's, and whether some layer is damaged; those of what arrived but is not held as it was sent
+    assert events[:last] == ["sums"] * last
+    assert 3 <= len(events[last:]) <= 4
+
+
+def test_an_update_empties_the_prefix_cache_and_visits_only_what_is_in_it(engine: Engine, folders: list[Path]) -> None:
+    found = engine(inside.prefix_cache_after_an_update, str(folders[1]))
+    assert found["before"] > 0
+    assert found["after"] == 0
+    assert found["visited"] == found["before"] < found["all"]
+    assert found["same list"]
+
+
+def test_an_update_while_a_request_runs_is_refused(engine: Engine, folders: list[Path]) -> None:
+    assert "the prefix cache could not be reset" in engine(inside.update_with_a_request_running, str(folders[0]))
+    engine(inside.stacked_update, str(folders[0]))
 
 
 def test_copies_and_reload_give_the_same_bits(engine: Engine, folders: list[Path]) -> None:

@@ -25,6 +25,7 @@ _HEADERS = (
     "order.cuh",
     "tensor_core.cuh",
     "weights.cuh",
+    "word_sums.cuh",
 )
 
 
