@@ -25,12 +25,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console, found = Console(width=170), []
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in options.only:
         for row in importlib.import_module(f"benchmarks.hopper.{part}").rows():
             found.append(dataclasses.asdict(row) | {"part": part})
-            console.print(
-                f"{row.work}: {row.ours:.2f} / {row.rival:.2f} {row.unit} = {row.ratio:.2f} ({row.target}) {row.note}"
-            )
+            console.print(row.line())
+            if options.json:  # after every row: what was measured stays, however this ends
+                options.json.write_text(json.dumps(about | {"rows": found}, indent=1))
     table = Table(title=torch.cuda.get_device_name())
     for column in ("work", "ours", "rival", "unit", "ratio", "target", "met", "note"):
         table.add_column(column, justify="right" if column in ("ours", "rival", "ratio") else "left")
@@ -38,10 +39,6 @@ def main() -> None:
         numbers = (f"{r['ours']:.2f}", f"{r['rival']:.2f}", r["unit"], f"{r['ratio']:.2f}")
         table.add_row(r["work"], *numbers, r["target"], "yes" if r["met"] else "no", r["note"])
     console.print(table)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, indent=1)
-        )
 
 
 if __name__ == "__main__":

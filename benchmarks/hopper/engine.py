@@ -5,8 +5,13 @@ and made here. A step is timed as a user sees it; "GPU busy" beside it is what i
 host loop is the slower of the two. vLLM runs its loop in a process beside the caller's, as it does by itself;
 ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` puts both in one. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler
 of a full one would outweigh the experts.
+
+    python -m benchmarks.hopper.engine [--engines bf16 nvfp4-rl] [--layers 24] [--checkpoints DIR, kept and used again]
+
+A full model has 48 layers: the more layers, the less the host loop counts.
 """
 
+import argparse
 import json
 import os
 import queue
@@ -37,27 +42,25 @@ CHECKPOINTS = ("bf16", "nvfp4-rl", "marlin", "mxfp8-rl")
 ENGINES = (*CHECKPOINTS, "fp8")
 
 
-def make(folder: Path, engines: Sequence[str] = CHECKPOINTS) -> None:
-    """A BF16 checkpoint and its exports: swapq's NVFP4 and MXFP8, and the same NVFP4 codes in ModelOpt's layout."""
+def make(folder: Path, engine: str, layers: int = LAYERS) -> None:
+    """What an engine opens: a BF16 checkpoint, swapq's NVFP4 or MXFP8 of it, or the same NVFP4 codes in ModelOpt's layout."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import swapq
 
     config = Qwen3MoeConfig(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-        num_hidden_layers=LAYERS, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=VOCABULARY,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=VOCABULARY,
         norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=16384,
     )  # fmt: skip
-    for engine in engines:
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-        if engine == "bf16":
-            model.save_pretrained(folder / engine)
-            continue
-        swapq.convert(model, "nvfp4-rl" if engine == "marlin" else engine, last_layers_bf16=0)
-        swapq.export(model, folder / engine, layout="modelopt" if engine == "marlin" else "swapq")
-        del model
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    if engine == "bf16":
+        model.save_pretrained(folder / engine)
+        return
+    swapq.convert(model, "nvfp4-rl" if engine == "marlin" else engine, last_layers_bf16=0)
+    swapq.export(model, folder / engine, layout="modelopt" if engine == "marlin" else "swapq")
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
@@ -85,13 +88,17 @@ class Traced:
         return covered(spans) * 1e-9
 
 
+def _checkpoint(engine: str) -> str:
+    return "bf16" if engine == "fp8" else engine
+
+
 def measure(folder: Path, engine: str) -> None:
     """What one engine process prints: seconds of a decode step by batch, and of a prefill."""
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {"quantization": "fp8"} if engine == "fp8" else {}
     llm = LLM(
-        model=str(folder / ("bf16" if engine == "fp8" else engine)), skip_tokenizer_init=True, max_model_len=PREFILL + 64,
+        model=str(folder / _checkpoint(engine)), skip_tokenizer_init=True, max_model_len=PREFILL + 64,
         max_num_seqs=256, max_num_batched_tokens=PREFILL + 64, gpu_memory_utilization=0.6, enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": list(BATCHES)},
         worker_extension_cls=f"benchmarks.hopper.engine.{Traced.__name__}", **options,
@@ -150,12 +157,16 @@ class _Gpus:
         return done.stdout
 
 
-def _measure_all(folder: str) -> dict[str, dict[str, float]]:
+def _measured(folder: Path, engines: Sequence[str], layers: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     gpus = _Gpus()
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [c for c in dict.fromkeys(map(_checkpoint, engines)) if not (folder / c / "config.json").is_file()]
     with ThreadPoolExecutor(gpus.count) as pool:
-        list(pool.map(lambda engine: gpus("--make", folder, engine), CHECKPOINTS))
-        for engine, future in [(e, pool.submit(gpus, "--measure", folder, e)) for e in ENGINES]:
+        list(
+            pool.map(lambda name: gpus("--make", name, "--checkpoints", str(folder), "--layers", str(layers)), missing)
+        )
+        for engine, future in [(e, pool.submit(gpus, "--measure", e, "--checkpoints", str(folder))) for e in engines]:
             try:
                 line = next(x for x in future.result().splitlines() if x.startswith("FOUND "))
             except RuntimeError as error:
@@ -166,9 +177,9 @@ def _measure_all(folder: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def rows() -> Iterator[Row]:
+def rows(engines: Sequence[str] = ENGINES, layers: int = LAYERS, checkpoints: Path | None = None) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="swapq-engine-") as folder:
-        found = _measure_all(folder)
+        found = _measured(checkpoints or Path(folder), engines, layers)
     for recipe, targets in TARGETS.items():
         if recipe not in found or "bf16" not in found:
             continue
@@ -180,15 +191,29 @@ def rows() -> Iterator[Row]:
             other = found.get(rival, {}).get(what)
             notes = [f"{name} {other * 1e3:.2f} ms"] if other else []
             busy = [found[e][f"gpu {what}"] * 1e3 for e in (recipe, "bf16") if f"gpu {what}" in found[e]]
-            notes += [f"GPU busy {busy[0]:.2f} / {busy[1]:.2f} ms"] if len(busy) == 2 else []
+            notes += [f"GPU busy {busy[0]:.2f} / {busy[1]:.2f} ms = {busy[0] / busy[1]:.2f}"] if len(busy) == 2 else []
             yield Row(
                 f"{work}, {recipe}", ours, bf16, "ms", ours / bf16, f"<= {target}" if target else "-",
                 target is None or ours / bf16 <= target, "; ".join(notes),
             )  # fmt: skip
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--make":
-        make(Path(sys.argv[2]), sys.argv[3:] or CHECKPOINTS)
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode step and prefill of vLLM beside stock engines.")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps what the engines open")
+    for job in ("--make", "--measure"):
+        parser.add_argument(job, choices=ENGINES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.make:
+        make(options.checkpoints, options.make, options.layers)
+    elif options.measure:
+        measure(options.checkpoints, options.measure)
     else:
-        measure(Path(sys.argv[2]), sys.argv[3])
+        for row in rows(options.engines, options.layers, options.checkpoints):
+            print(row.line())
+
+
+if __name__ == "__main__":
+    main()

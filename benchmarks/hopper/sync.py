@@ -4,13 +4,14 @@ Each engine shares a process with its trainer's model, one process after the oth
 a tiny model walks the same code, whose times say nothing about a GPU: ``python -m benchmarks.hopper.sync``.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +140,18 @@ def _in_process(engine: str) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.hopper.sync", engine]
+    command = [sys.executable, "-m", "benchmarks.hopper.sync", "--measure", engine]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{engine}: {done.stderr[-3000:]}")
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))[6:])
 
 
-def rows() -> Iterator[Row]:
+def rows(recipes: Sequence[str] = ENGINES[1:]) -> Iterator[Row]:
     rival = _in_process("bf16")
     style = min(("fused", "single"), key=lambda s: rival[s][1])
     loader = "load_weights" if torch.cuda.is_available() else "reload_weights"
-    for recipe in ENGINES[1:]:
+    for recipe in recipes:
         ours = _in_process(recipe)
         time_target, byte_target = TARGETS.get(recipe, (None, None))
         mine, theirs = ours["sync"][1] * 1e3, rival[style][1] * 1e3
@@ -175,10 +176,14 @@ def _measure(engine: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        _measure(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Verified weight sync beside BF16 load_weights.")
+    parser.add_argument("recipes", nargs="*", default=ENGINES[1:], metavar="recipe", help=" or ".join(ENGINES[1:]))
+    parser.add_argument("--measure", choices=ENGINES, help="one side alone, in this process")
+    options = parser.parse_args()
+    if unknown := set(options.recipes) - set(ENGINES[1:]):
+        parser.error(f"{', '.join(sorted(unknown))} is not measured; {' and '.join(ENGINES[1:])} are")
+    if options.measure:
+        _measure(options.measure)
     else:
-        for row in rows():
-            print(
-                f"{row.work}: {row.ours:.2f} / {row.rival:.2f} {row.unit} = {row.ratio:.2f} ({row.target}) {row.note}"
-            )
+        for row in rows(options.recipes):
+            print(row.line(), flush=True)

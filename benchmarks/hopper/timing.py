@@ -21,6 +21,9 @@ class Row:
     met: bool
     note: str = ""
 
+    def line(self) -> str:
+        return f"{self.work}: {self.ours:.2f} / {self.rival:.2f} {self.unit} = {self.ratio:.2f} ({self.target}) {self.note}"
+
 
 def microseconds(work: Callable[[], object], repeats: int = 20, warm: int = 3) -> float:
     """Mean time of ``work`` on the GPU."""
