@@ -23,7 +23,7 @@ command_of() {
         slow) echo "tests tests/gpu/test_kernels.py -m slow" ;;
         memcheck | racecheck | synccheck) echo "sanitizer $1" ;;
         quantizers | training | linear | block | engine | sync) echo "benchmark $1" ;;
-        shapes) echo ""$PYTHON" -m benchmarks.hopper.shapes" ;;
+        shapes) echo "\"\$PYTHON\" -m benchmarks.hopper.shapes" ;;
         vllm) echo "tests -s tests/gpu/test_vllm_cuda.py" ;;
         replay) echo "tests -s tests/gpu/test_replay.py" ;;
         two_gpus) echo "tests -s tests/gpu/test_two_gpus_server.py tests/gpu/test_two_gpus_fsdp.py tests/gpu/test_two_gpus_engine.py" ;;

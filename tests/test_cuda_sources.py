@@ -15,7 +15,7 @@ from swapq.kernels.word_sums import LANE
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ARCHITECTURES = ("sm_90", "sm_100")
-_DECODE = {"M_TILES": 2, "WARPS": 8, "BLOCKS": 2, "AHEAD": 2}
+_DECODE = {"M_TILES": 2, "WARPS": 8, "BLOCKS": 2, "AHEAD": 2, "LINES": 2}
 _ROWS = {"LANES": 32, "THREADS": 256}
 KERNELS = [
     *(
@@ -29,7 +29,7 @@ KERNELS = [
         for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))
     ),
-    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "WARPS": 12}),
+    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "IN_CACHE": 2, "WARPS": 12}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
     *(
@@ -160,6 +160,7 @@ def test_the_slices_of_a_team_cover_a_matrix_and_fit_on_the_gpu(n: int, k: int) 
         "TEAM": team.members,
         "SLOTS": team.slots,
         "LEAD": team.slots - 2,
+        "IN_CACHE": 2,
         "WARPS": 12,
     }
     cubin = program.compile_source("quantize_stack.cu", "sm_90", tuple(sorted(constants.items())))

@@ -26,14 +26,16 @@ from swapq.kernels.grouped_gemm import TILE_ROWS, grouped_gemm
 from swapq.nn.gate import activation_table
 
 TOKENS = (1, 16, 64, 128, 256, 512, 1024)
-#: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
+S = decode.Shape
 SHAPES: dict[int, tuple[decode.Shape, ...]] = {
-    8: ((1, 8, 2, 4), (2, 8, 2, 2), (1, 4, 2, 6), (2, 4, 2, 4), (1, 8, 2, 3), (1, 4, 4, 6), (1, 8, 3, 3)),
-    16: ((2, 8, 2, 2), (1, 8, 2, 3)),
-    24: ((2, 8, 2, 2), (1, 8, 2, 3)),
-    32: ((2, 8, 2, 2), (1, 8, 2, 2), (2, 16, 2, 1)),
-    64: ((2, 8, 2, 2), (1, 8, 2, 2)),
-}
+    8: (
+        S(1, 8, 2, 4), S(2, 8, 2, 2), S(1, 4, 2, 6), S(2, 4, 2, 4), S(1, 8, 2, 3),
+        S(1, 8, 2, 4, 2), S(2, 8, 2, 2, 1), S(2, 8, 2, 2, 2), S(2, 8, 2, 2, 4), S(1, 4, 2, 6, 2), S(1, 8, 2, 3, 2),
+    ),
+    24: (S(2, 8, 2, 2), S(2, 8, 2, 2, 2)),
+    32: (S(2, 8, 2, 2), S(2, 16, 2, 1), S(2, 8, 2, 2, 1), S(2, 8, 2, 2, 2), S(2, 8, 2, 2, 4)),
+    64: (S(2, 8, 2, 2),),
+}  # fmt: skip
 MATRICES = {True: (2 * INNER, H), False: (H, INNER)}  # gated: N, K
 
 
@@ -96,7 +98,7 @@ def main() -> None:
             del made
             for tokens in TOKENS:
                 line = "  ".join(
-                    f"{us:.1f} {tile} {shape}" for us, tile, shape in best(fmt, tokens, gated, weights)[:4]
+                    f"{us:.1f} {tile} {tuple(shape)}" for us, tile, shape in best(fmt, tokens, gated, weights)[:6]
                 )
                 table.add_row(fmt, str(tokens), "gate and up" if gated else "down", line)
     console.print(table)

@@ -27,7 +27,12 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, Arrival* a) {
                  "l"(from), "r"(bytes), "r"(shared_address(a))
                  : "memory");
 }
-// The same for one unit, started by each thread for itself.
+// To the level-2 cache alone.
+DEVICE void bulk_prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+DEVICE void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// One unit, started by each thread for itself.
 DEVICE void copy_unit(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }

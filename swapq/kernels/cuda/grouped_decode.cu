@@ -12,6 +12,7 @@
 //    WARPS        warps of a block;  BLOCKS: blocks on one multiprocessor at least
 //    CHUNK        elements of K in shared memory at a time (a multiple of GROUP * AHEAD, or all of K)
 //    AHEAD        blocks of K in flight per warp
+//    LINES        128-byte lines of each weight row that are on their way to the level-2 cache beside them: 0 for none
 //    GATED        1: rows [0, N/2) are gate, [N/2, N) up; the output is bf16(table[gate]) * up, [slots, N/2]
 //    SPREAD       1: the activation row of a slot is slot / top_k (tokens); 0: the slot itself
 #include "contract.cuh"
@@ -89,6 +90,16 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival, Known* known)
         return s;
     };
 
+#if LINES
+    // Each lane brings lines of one of the warp's weight rows into the level-2 cache. Two steps read a line.
+    const int my_tile = base + ROWS * (lane / 16), my_row = (my_tile < OUT ? my_tile : 0) + lane % 8 + SECOND * (lane / 8 % 2);
+    const u8* my_codes = a.codes + ((size_t)a.expert * N + my_row) * ROW_BYTES;
+    auto bring_line = [&](int line) {
+        if (lane < 16 * M_TILES && line * 128 < (int)ROW_BYTES) prefetch_line(my_codes + line * 128);
+    };
+#pragma unroll
+    for (int line = 0; line < LINES; line++) bring_line(line);
+#endif
     Step ahead[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
@@ -140,6 +151,9 @@ DEVICE void run(const Arguments& a, u16* tokens, Arrival* arrival, Known* known)
                 if (local >= steps) break;
                 const Step s = ahead[i];
                 if (step + AHEAD < STEPS) ahead[i] = load(step + AHEAD);
+#if LINES
+                if (step % 2 == 0) bring_line(step / 2 + LINES);
+#endif
                 u32 times[M_TILES][2][SCALES_PER_RUN];
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)

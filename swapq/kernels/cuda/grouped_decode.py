@@ -1,6 +1,7 @@
 """Grouped product of stored weights with few tokens per expert (grouped_decode.cu): codes are expanded in registers, read once."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ __all__ = ["Shape", "grouped_decode", "tile_tokens"]
 
 _SHARED_BYTES = 220 << 10  # of a Hopper multiprocessor's 228 KiB; a block takes 1 KiB more than it asks for
 
-#: 16-row tiles of a warp, warps of a block, blocks of K in flight, blocks on a multiprocessor
-Shape = tuple[int, int, int, int]
+
+class Shape(NamedTuple):
+    """How a block works (constants of grouped_decode.cu). No result depends on it."""
+
+    m_tiles: int
+    warps: int
+    ahead: int
+    blocks: int
+    lines: int = 0
 
 
 def tile_tokens(slots: int, experts: int) -> int:
@@ -28,10 +36,10 @@ def tile_tokens(slots: int, experts: int) -> int:
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
     """What was fastest on an H200. No result depends on it."""
     if tokens > 8:
-        return (2, 8, 2, 2)
+        return Shape(2, 8, 2, 2)
     if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
-        return (1, 8, 2, 4) if gated else (1, 4, 2, 6)
-    return (2, 8, 2, 2) if gated else (1, 8, 2, 4)
+        return Shape(1, 8, 2, 4) if gated else Shape(1, 4, 2, 6)
+    return Shape(2, 8, 2, 2) if gated else Shape(1, 8, 2, 4)
 
 
 @lru_cache(maxsize=512)
@@ -39,7 +47,7 @@ def _kernel(
     device: torch.device, fmt: str, n: int, k: int, tokens: int, gated: bool, spread: bool, shape: Shape
 ) -> tuple[Program, int]:
     group, block = GROUPS[fmt], formats.get(fmt).block
-    m_tiles, warps, ahead, blocks = shape
+    m_tiles, warps, ahead, blocks, lines = shape
     chunk = padded(k, fmt)
 
     def shared_bytes(chunk: int) -> int:
@@ -60,6 +68,7 @@ def _kernel(
         BLOCKS=blocks,
         CHUNK=chunk,
         AHEAD=ahead,
+        LINES=lines,
         GATED=int(gated),
         SPREAD=int(spread),
     )
@@ -95,10 +104,9 @@ def grouped_decode(
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)
     scale = w.global_scale
-    m_tiles, warps, *_ = shape
-    grid = (-(-width // ((8 if gated else 16) * m_tiles * warps)), tiles.most)
+    grid = (-(-width // ((8 if gated else 16) * shape.m_tiles * shape.warps)), tiles.most)
     kernel.launch(
-        grid, 32 * warps, x.values, x.scale, w.codes, w.scales, scale, 0 if scale is None else scale.stride(0), bias, table,
+        grid, 32 * shape.warps, x.values, x.scale, w.codes, w.scales, scale, 0 if scale is None else scale.stride(0), bias, table,
         tiles.slots, tiles.table, tiles.rows, tiles.top_k, out, shared=shared, overlap=overlap,
     )  # fmt: skip
     return out

@@ -34,6 +34,7 @@ _THREADS = 256
 # a block has tables of factors, one fewer than slices, each counted with a share of amax and barriers.
 _STACK_BYTES, _TABLE_BYTES = 113 << 10, 768
 _STACK_WARPS = 12
+_STACK_IN_CACHE = 2  # matrices, a few MB each
 
 
 class RowOperand(NamedTuple):
@@ -154,7 +155,7 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
     kernel = program(
         "quantize_stack", x.device, K=k, N=n, ROWS=team.rows, TEAM=team.members, SLOTS=team.slots, LEAD=team.slots - 2,
-        WARPS=_STACK_WARPS,
+        IN_CACHE=_STACK_IN_CACHE, WARPS=_STACK_WARPS,
     )  # fmt: skip
     shared = team.slots * team.rows * k * 2
     kernel.allow_shared_memory(shared)

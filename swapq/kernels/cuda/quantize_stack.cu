@@ -10,6 +10,8 @@
 //    TEAM         blocks that share a matrix: ceil(N / ROWS)
 //    SLOTS        slices that a block holds at a time, of consecutive matrices of its team
 //    LEAD         matrices between the amax of one and the codes of another, less than SLOTS: what hides the wait for the team
+//    IN_CACHE     matrices ahead of a slot that a slice goes to the level-2 cache: with LEAD of the slots waiting for scales and one being
+//                 written, a single slot is on its way from memory
 //    WARPS
 // All blocks of the grid must be on the GPU at once (cooperative launch): a team waits for its own members. Two share a multiprocessor.
 #include "contract.cuh"
@@ -65,9 +67,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
             const int slot = i % SLOTS, matrix = team + i * teams;
             Scope* scope = scopes + matrix;
             if (role == 0) {
-                if (i >= SLOTS) arrival_wait(&slots[slot].free, round(i - SLOTS));
                 const u32 bytes = (u32)rows * K * 2;
                 const u8* from = (const u8*)(x + ((size_t)matrix * N + first_row) * K);
+                const u8* later = from + (size_t)IN_CACHE * teams * N * K * 2;
+                if (i + IN_CACHE < count)
+                    for (u32 at = 0; at < bytes; at += COPY) bulk_prefetch(later + at, min(COPY, bytes - at));
+                if (i >= SLOTS) arrival_wait(&slots[slot].free, round(i - SLOTS));
                 u8* to = (u8*)(slices + slot * SLICE);
                 arrival_expect(&slots[slot].full, bytes);
                 for (u32 at = 0; at < bytes; at += COPY) bulk_copy(to + at, from + at, min(COPY, bytes - at), &slots[slot].full);
