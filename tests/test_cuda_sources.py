@@ -201,7 +201,8 @@ def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("group", [0, 32, 128])
-def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int) -> None:
+@pytest.mark.parametrize(("left", "tile"), [(False, 64), (True, 16)])
+def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int, left: bool, tile: int) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -215,7 +216,7 @@ def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int)
     }  # fmt: skip
     constants = {
         "INT4": group > 0, "SPREAD": True, "SORTED": False, "DENSE": False, "HAS_BIAS": True, "GROUP": group,
-        "BM": 64, "BN": 128, "BK": 128,
+        "LEFT": left, "BM": tile, "BN": 128, "BK": 128,
     }  # fmt: skip
     # as at a launch: tensors start at sixteen bytes, and so do their rows
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}

@@ -7,6 +7,8 @@ One shape of blocks serves every number of rows, so a row's bits depend on nothi
 engine. Sums are float32 where the reference's are rounded from float64: equal to it up to the order of sums.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +18,19 @@ from swapq.formats import Operand
 from swapq.kernels.cuda.tiles import Tiles
 from swapq.kernels.tile_rows import tile_rows
 
-__all__ = ["TILE_ROWS", "stored_gemm"]
+__all__ = ["TILE_ROWS", "Shape", "stored_gemm"]
 
 TILE_ROWS = 64
-_COLUMNS, _SLICE, _WARPS, _STAGES = 128, 128, 8, 3
+_SLICE = 128
+
+
+class Shape(NamedTuple):
+    """How a block works. ``left``: weights are the left operand of the product, which few rows waste less of."""
+
+    columns: int = 128
+    warps: int = 8
+    stages: int = 3
+    left: bool = False
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -27,7 +38,7 @@ def _kernel(
     x, x_scale, codes, scales, scale_row, bias, slots, tiles, y, rows, top_k,
     N, K, BLOCKS, SCALE_ROWS,
     INT4: tl.constexpr, SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BN)
     tile = tl.program_id(0) // blocks
@@ -37,7 +48,7 @@ def _kernel(
     expert, inside, out_row, row = tile_rows(slots, tiles, tile, rows, top_k, SPREAD, SORTED, DENSE, BM)
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     column = n % N  # past the end the loads wrap around; the store is masked
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BN, BM) if LEFT else (BM, BN), tl.float32)
     if INT4:
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
@@ -45,25 +56,42 @@ def _kernel(
             even, odd = tl.split(tl.reshape(pairs, (BM, BK // 2, 2)))
             byte = start // 2 + tl.arange(0, BK // 2)
             here = byte < K // 2
-            line = (expert * N + column)[None, :]
-            both = tl.load(codes + line * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(tl.int32)
-            block = (byte // (GROUP // 2))[:, None]
-            scale = tl.load(scales + line * BLOCKS + block, mask=here[:, None], other=0.0).to(tl.float32)
-            low = ((both & 15) ^ 8) - 8  # two's complement
-            high = ((both >> 4) ^ 8) - 8
-            acc = tl.dot(even, (low.to(tl.float32) * scale).to(tl.bfloat16), acc)
-            acc = tl.dot(odd, (high.to(tl.float32) * scale).to(tl.bfloat16), acc)
+            line = expert * N + column
+            block = byte // (GROUP // 2)
+            if LEFT:
+                both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0).to(tl.int32)
+                scale = tl.load(scales + line[:, None] * BLOCKS + block[None, :], mask=here[None, :], other=0.0)
+            else:
+                both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(tl.int32)
+                scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=here[:, None], other=0.0)
+            low = ((((both & 15) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)  # two's complement
+            high = ((((both >> 4) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
+            if LEFT:
+                acc = tl.dot(low, tl.trans(even), acc)
+                acc = tl.dot(high, tl.trans(odd), acc)
+            else:
+                acc = tl.dot(even, low, acc)
+                acc = tl.dot(odd, high, acc)
     else:
         w_row = expert * SCALE_ROWS + tl.load(scale_row + column).to(tl.int64)
         for block in range(BLOCKS):
             k = block * BK + tl.arange(0, BK)
             here = k < K
+            line = expert * N + column
             a = tl.load(x + row[:, None] * K + k[None, :], mask=here[None, :], other=0.0)
-            bits = tl.load(codes + (expert * N + column)[None, :] * K + k[:, None], mask=here[:, None], other=0)
-            part = tl.dot(a, bits.to(tl.float8e4nv, bitcast=True).to(tl.float16))
+            if LEFT:
+                bits = tl.load(codes + line[:, None] * K + k[None, :], mask=here[None, :], other=0)
+            else:
+                bits = tl.load(codes + line[None, :] * K + k[:, None], mask=here[:, None], other=0)
+            w = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             s_x = tl.load(x_scale + row * BLOCKS + block)
             s_w = tl.load(scales + w_row * BLOCKS + block)
-            acc = acc + part * (s_x[:, None] * s_w[None, :])
+            if LEFT:
+                acc = acc + tl.dot(w, tl.trans(a)) * (s_w[:, None] * s_x[None, :])
+            else:
+                acc = acc + tl.dot(a, w) * (s_x[:, None] * s_w[None, :])
+    if LEFT:
+        acc = tl.trans(acc)
     if HAS_BIAS:
         acc = acc + tl.load(bias + expert * N + column)[None, :]
     tl.store(y + out_row[:, None] * N + n[None, :], acc.to(tl.bfloat16), mask=inside[:, None] & (n < N)[None, :])
@@ -80,6 +108,7 @@ def stored_gemm(
     scale_row: Tensor | None = None,
     in_order: bool = False,
     bias: Tensor | None = None,
+    shape: Shape | None = None,
 ) -> Tensor:
     """BF16 rows of every slot, ``[R, N]``; rows of slots that are not here are not written.
 
@@ -93,15 +122,18 @@ def stored_gemm(
         scale_row: int32 ``[N]``, row of ``scales`` of each row of the weight (E4M3).
         in_order: as in :func:`swapq.kernels.grouped_gemm.grouped_gemm`.
         bias: float32 ``[E, N]`` or None.
+        shape: for measurements; chosen if it is not given.
     """
+    shape = shape or Shape()
     n, k = codes.shape[1], x.values.shape[1]
     out = torch.empty(tiles.rows, n, dtype=torch.bfloat16, device=codes.device)
-    grid = (tiles.most * triton.cdiv(n, _COLUMNS),)
+    grid = (tiles.most * triton.cdiv(n, shape.columns),)
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         _kernel[grid](
             x.values, x.scale, codes, scales, scale_row, bias, tiles.slots, tiles.table, out, tiles.rows, tiles.top_k,
             n, k, scales.shape[-1], scales.shape[-2],
             INT4=group > 0, SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, HAS_BIAS=bias is not None, GROUP=group,
-            BM=tiles.tokens, BN=_COLUMNS, BK=_SLICE, num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
+            LEFT=shape.left, BM=tiles.tokens, BN=shape.columns, BK=_SLICE, num_warps=shape.warps, num_stages=shape.stages,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out

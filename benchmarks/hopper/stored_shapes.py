@@ -1,0 +1,90 @@
+"""Which shape of blocks suits the product of FP8 blocks and INT4: every candidate timed as a CUDA graph, its bits beside the usual one's.
+
+    python -m benchmarks.hopper.stored_shapes [fp8_block] [int4]
+
+For whoever sets the shape in ``swapq/kernels/stored_gemm.py``. As long as one shape serves every number of rows no bit depends on it; a
+choice by the number of rows needs candidates with the same bits, so those with others are marked.
+"""
+
+import argparse
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import swapq
+from benchmarks.hopper.block import INNER, SETS, TOP, E, H
+from benchmarks.hopper.timing import graphed
+from swapq import formats
+from swapq.formats import Parts
+from swapq.kernels import stored
+from swapq.kernels.cuda.tiles import route
+from swapq.kernels.stored_gemm import TILE_ROWS, Shape, stored_gemm
+
+FORMATS = ("fp8_block", "int4")
+TOKENS = (1, 16, 64, 256, 1024, 8192)
+LEFT = [Shape(columns, warps, stages, True) for columns, warps in ((128, 8), (128, 4), (64, 4)) for stages in (3, 4)]
+CANDIDATES = [(tile, shape) for tile in (16, 32, 64, 128) for shape in (Shape(), *LEFT)]
+MATRICES = {"gate and up": (2 * INNER, H), "down": (H, INNER)}
+
+
+def times(fmt: str, tokens: int, n: int, k: int, weights: list[Parts]) -> list[tuple[float, bool, int, Shape]]:
+    """Microseconds, whether the bits are the usual ones, slots of a tile, shape: the fastest first."""
+    torch.manual_seed(0)
+    form = formats.get(fmt)
+    x = stored._rows(torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16), fmt)
+    ids = torch.topk(torch.rand(tokens, E, device="cuda"), TOP).indices.int()
+    rows = None
+    if fmt == "fp8_block":
+        rows = stored._scale_rows(n, weights[0].scales.shape[-2], form.default_scope, weights[0].codes.device)
+
+    tiles = {tile: route(ids, E, tile) for tile, _ in CANDIDATES}
+    group = 0 if rows is not None else form.block
+
+    def product(w: Parts, tile: int, shape: Shape | None) -> torch.Tensor:
+        codes = w.codes.view(torch.uint8)
+        return stored_gemm(x, codes, w.scales, tiles[tile], spread=True, group=group, scale_row=rows, shape=shape)
+
+    usual = product(weights[0], TILE_ROWS, None)
+    found = []
+    for tile, shape in CANDIDATES:
+        try:
+            same = torch.equal(product(weights[0], tile, shape).view(torch.int16), usual.view(torch.int16))
+        except RuntimeError as error:  # of Triton: more shared memory or registers than there are
+            print(f"{fmt}, tile {tile}, {shape}: {str(error).splitlines()[0]}")
+            continue
+        work = [(w, tile, shape) for w in weights]
+        found.append((graphed(lambda work=work: [product(*w) for w in work], 3) / SETS, same, tile, shape))  # type: ignore[misc]
+    return sorted(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("formats", nargs="*", metavar="format", default=FORMATS, help=" or ".join(FORMATS))
+    options, console = parser.parse_args(), Console(width=150)
+    if unknown := set(options.formats) - set(FORMATS):
+        parser.error(f"the kernel does not read {', '.join(sorted(unknown))}; it reads {' and '.join(FORMATS)}")
+    for fmt in options.formats:
+        table = Table(title=f"{fmt}, {torch.cuda.get_device_name()}")
+        for column in (
+            "tokens",
+            "matrix",
+            "fastest: us, slots of a tile, columns, warps, stages, weights left; ! other bits",
+        ):
+            table.add_column(column)
+        for name, (n, k) in MATRICES.items():
+            made = [torch.randn(E, n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(SETS)]
+            weights = [formats.get(fmt).stored(swapq.quantize(w, fmt).parts) for w in made]
+            del made
+            for tokens in TOKENS:
+                found = times(fmt, tokens, n, k, weights)
+                usual = next(us for us, _, tile, shape in found if (tile, shape) == (TILE_ROWS, Shape()))
+                line = "  ".join(
+                    f"{us:.1f}{'' if same else '!'} {tile} {tuple(shape)}" for us, same, tile, shape in found[:5]
+                )
+                table.add_row(str(tokens), name, f"{line}  (usual {usual:.1f})")
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
