@@ -129,8 +129,8 @@ def teach(
         TimeRemainingColumn(),
     )
     progress, right = Progress(*columns, disable=quiet), ""
-    if not quiet and not progress.console.is_terminal:
-        print(f"supervised start: up to {settings.steps} steps", flush=True)  # the bar shows nothing before its end there
+    if not quiet and not progress.console.is_terminal:  # where the bar shows nothing before its end
+        print(f"supervised start: up to {settings.steps} steps", flush=True)
     with progress, _served_weights(model) if bf16 else contextlib.nullcontext():
         bar = progress.add_task("start", total=settings.steps, measured="")
         for step in range(settings.steps):
