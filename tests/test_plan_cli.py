@@ -29,6 +29,13 @@ def test_plan_prints_the_table(folder):
     assert "nvfp4" in result.stdout
 
 
+def test_a_plan_says_that_float32_tensors_which_are_not_quantized_stay_float32(folder, tmp_path):
+    wide = str(write_folder(tmp_path, qwen_config(), qwen_headers(dtype="F32")))
+    kept = [entry for entry in plan(wide, "nvfp4-rl") if not entry.quantized]
+    assert f"{len(kept)} of those that stay are float32" in run("plan", wide, "--recipe", "nvfp4-rl").stdout
+    assert "float32" not in run("plan", folder, "--recipe", "nvfp4-rl").stdout
+
+
 def test_plan_json_is_the_plan(folder):
     result = run("plan", folder, "--recipe", "nvfp4-rl", "--tp", "2", "--json")
     made = plan(folder, "nvfp4-rl", tp=2)
