@@ -95,7 +95,7 @@ def training_config(options: argparse.Namespace, **others: Any) -> GRPOConfig:
         lr_scheduler_type="constant",
         beta=0.0,
         reward_weights=[1.0, 0.0],  # the exact rate is shown, not rewarded twice
-        router_aux_loss_coef=0.0,  # the load-balancing loss would pull against the task (facts of MoE RL)
+        router_aux_loss_coef=0.0,  # on by default in TRL: the load-balancing loss would pull against the task
         vllm_importance_sampling_mode="token_truncate",  # per sequence, the ratio grows with the length
         bf16=True,
         gradient_checkpointing=False,  # on by default in TRL; here it only computes each forward twice
@@ -182,8 +182,9 @@ def run(options: argparse.Namespace) -> int:
     for name, rows in tables.items():
         console.rule(name)
         for label, value in rows.items():
-            console.print(f"{label:<52} {value:.4g}" if isinstance(value, float) else f"{label:<52} {value}")
-    console.print(f"report: {page}")
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            console.print(f"{label:<52} {text}", soft_wrap=True)
+    console.print(f"report: {page}", soft_wrap=True)
     if not agreement.ok:
         print("error: vLLM and transformers do not agree on the export", file=sys.stderr)
         return 1

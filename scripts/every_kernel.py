@@ -50,6 +50,8 @@ def stored_block(fmt: str, hidden: int, inner: int) -> None:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("error: every_kernel.py launches CUDA kernels and there is no CUDA device; run it on a Hopper GPU")
     for hidden, inner in ((160, 96), (512, 256)):
         for fmt in ("nvfp4", "mxfp8"):
             block(fmt, hidden, inner)

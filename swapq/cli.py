@@ -35,7 +35,8 @@ class _Commands(TyperGroup):
         except SwapqError as error:
             typer.echo(f"error: {error}", err=True)
         except _UsageError as error:
-            typer.echo(f"error: {error.format_message()} (see `swapq --help`)", err=True)
+            command = error.ctx.command_path if error.ctx else "swapq"
+            typer.echo(f"error: {error.format_message()} (see `{command} --help`)", err=True)
         except OSError as error:
             typer.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
         ctx.exit(2)
@@ -167,8 +168,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that a quantized folder holds what it says. Exit code 1 if it does not."""
-    from swapq.checkpoint.described import folder_path
     from swapq.checkpoint.verify import verify as check
+    from swapq.headers import folder_path
 
     folder_path(directory)
     if report is not None:
@@ -325,7 +326,7 @@ def doctor(as_json: Json = False) -> None:
         )
     else:
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in ("", "what", "found", "what to do"):
+        for column in ("", "what", "found", "remark, or what to do"):
             table.add_column(column, overflow="fold")
         marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "gap": "[red]GAP[/]"}
         for f in findings:

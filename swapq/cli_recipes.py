@@ -29,11 +29,11 @@ def tables(recipes: Sequence[Recipe]) -> Iterator[Table | str]:
     yield _recipes(recipes)
     yield ""
     yield _matrix()
-    reasons: dict[tuple[str, str], None] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for p in matrix():
-        reasons[p.status, p.reason] = None
-    for status, reason in reasons:
-        yield f"{status}: {reason}"
+        reasons.setdefault(p.status, {})[p.reason] = None
+    for status, why in reasons.items():
+        yield f"{status}: {'; or '.join(why)}"
 
 
 def _recipes(recipes: Sequence[Recipe]) -> Table:

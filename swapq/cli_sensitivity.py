@@ -56,7 +56,9 @@ def measure(
     plan(directory, resolved.replace(first_layers_bf16=0, last_layers_bf16=0))
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model = loaded.to(device)
-    batches, what = prompt_batches(directory, model.config.get_text_config().vocab_size, prompts)
+    config = model.config.get_text_config()
+    length = min(256, getattr(config, "max_position_embeddings", None) or 256)  # beyond it the model knows no position
+    batches, what = prompt_batches(directory, config.vocab_size, prompts, length)
     columns = TextColumn("Measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task("layers", total=None)

@@ -20,7 +20,7 @@ import torch
 
 from swapq.errors import CheckpointError
 
-__all__ = ["DTYPES", "INDEX_NAME", "SINGLE_NAME", "Folder", "TensorHeader", "read_folder", "read_json", "read_shard"]
+__all__ = ["DTYPES", "INDEX_NAME", "SINGLE_NAME", "Folder", "TensorHeader", "folder_path", "read_folder", "read_json", "read_shard"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -153,6 +153,22 @@ def read_shard(path: Path) -> dict[str, TensorHeader]:
     return {t.name: t for t in tensors}
 
 
+def folder_path(directory: str | os.PathLike[str]) -> Path:
+    """The folder as a path.
+
+    Raises:
+        CheckpointError: it is not a folder; for what looks like a name on the Hub, with the command that downloads it.
+    """
+    path = Path(directory)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path}: is a file; give the folder that holds config.json and the safetensors files")
+    hub = not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists()
+    advice = f"; if it is a name on the Hub, download it first: hf download {path} --local-dir FOLDER" if hub else ""
+    raise CheckpointError(f"{path}: no such folder{advice}")
+
+
 def read_folder(directory: str | os.PathLike[str]) -> Folder:
     """Headers and index of a Hugging Face checkpoint folder.
 
@@ -161,9 +177,7 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
             the folder, or an index and headers that disagree (a missing file, a listed tensor that is not there, a tensor
             that is there and not listed, a tensor in two files).
     """
-    path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
+    path = folder_path(directory)
     present = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
     has_index = (path / INDEX_NAME).exists()
     if has_index and SINGLE_NAME in present:

@@ -4,6 +4,7 @@ import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
@@ -137,6 +138,11 @@ def _totals(plan: "Plan") -> list[str]:
         f"{human_bytes(s['bytes_before'])} -> {human_bytes(s['bytes_after'])} ({ratio:.1%}), "
         f"{s['bits_per_parameter']:.2f} bits per parameter, {s['parameters']:,} parameters",
     ]
+    wide = [entry.bytes_after for entry in plan if entry.format == "bf16" and entry.dtype == torch.float32]
+    if wide:
+        lines.append(
+            f"{len(wide)} of those that stay are float32 ({human_bytes(sum(wide))}) and stay float32: bf16 above means not quantized"
+        )
     lines.append(s["policies"])
     for exception in s["exceptions"]:
         lines.append(f"exception: {exception['tensors']} {exception['role']} tensors stay: {exception['reason']}")

@@ -29,6 +29,13 @@ def test_plan_prints_the_table(folder):
     assert "nvfp4" in result.stdout
 
 
+def test_a_plan_says_that_float32_tensors_which_are_not_quantized_stay_float32(folder, tmp_path):
+    wide = str(write_folder(tmp_path, qwen_config(), qwen_headers(dtype="F32")))
+    kept = [entry for entry in plan(wide, "nvfp4-rl") if not entry.quantized]
+    assert f"{len(kept)} of those that stay are float32" in run("plan", wide, "--recipe", "nvfp4-rl").stdout
+    assert "float32" not in run("plan", folder, "--recipe", "nvfp4-rl").stdout
+
+
 def test_plan_json_is_the_plan(folder):
     result = run("plan", folder, "--recipe", "nvfp4-rl", "--tp", "2", "--json")
     made = plan(folder, "nvfp4-rl", tp=2)
@@ -73,7 +80,13 @@ def test_a_plan_of_what_is_not_for_rollouts_says_so_and_a_conversion_refuses(fol
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan", "/nowhere", "--recipe", "bf16"], "no such folder"),
+        (["plan", "/nowhere", "--recipe", "bf16"], "error: /nowhere: no such folder\n"),
+        (
+            ["plan", "some-owner/some-model", "--recipe", "bf16"],
+            "download it first: hf download some-owner/some-model --local-dir FOLDER",
+        ),
+        (["plan", __file__, "--recipe", "bf16"], "is a file; give the folder"),
+        (["convert", "a", "--recipe", "bf16"], "(see `swapq convert --help`)"),
         (["plan", "FOLDER", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
         (["plan", "FOLDER", "--recipe", "int4-qat"], "or give this role the format int4_g32"),
         (["plan", "FOLDER", "--recipe", "nvfp4-rl", "--tp", "4"], "over tp = 4"),
@@ -91,6 +104,15 @@ def test_a_request_that_cannot_be_carried_out_is_one_line_and_exit_code_2(folder
     assert result.stderr.startswith("error: ")
     assert says in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_each_word_of_the_support_matrix_is_explained_on_one_line():
+    lines = run("recipes").stdout.splitlines()
+    matrix = lines.index(next(line for line in lines if line.startswith("training (down)")))
+    words = {word for line in lines[matrix + 2 :] if ": " not in line for word in line.split()[1:]}
+    explained = [line.partition(": ")[0] for line in lines[matrix + 2 :] if ": " in line]
+    assert sorted(explained) == sorted(words)
+    assert "refused" in words
 
 
 def test_python_m_swapq_is_the_command_line():

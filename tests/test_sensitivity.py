@@ -1,6 +1,7 @@
 """Layer sensitivity: the layer that costs most comes first, nothing is left changed, and the proposal is a recipe file that works."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,15 @@ def test_prompts_are_read_with_the_models_own_tokenizer(folder: Path, tmp_path: 
     assert [b.tolist() for b in batches] == [[[1, 2, 3]], [[2, 1]]]
     assert what.startswith("2 prompts of")
     assert len(prompt_batches(tmp_path, 64)[0]) == 4
+
+
+def test_prompts_are_cut_to_the_positions_that_the_model_has(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "short")
+    config = tmp_path / "short" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 7}))
+    told = json.loads(run(tmp_path / "short", "--recipe", "nvfp4-rl", "--json").stdout)
+    assert told["tokens"] == 8 * 6
+    assert told["prompts"].endswith("8 sequences of 7 random tokens")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("these benchmarks time CUDA kernels and there is no CUDA device; run them on a Hopper GPU")
     console, found = Console(width=170), []
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in options.only:

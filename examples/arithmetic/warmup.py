@@ -125,11 +125,14 @@ def teach(
     columns = (
         TextColumn("supervised start"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f} right {task.fields[right]:.3f}"),
+        TextColumn("{task.fields[measured]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, disable=quiet) as progress, _served_weights(model) if bf16 else contextlib.nullcontext():
-        bar = progress.add_task("start", total=settings.steps, loss=float("nan"), right=float("nan"))
+    progress, right = Progress(*columns, disable=quiet), ""
+    if not quiet and not progress.console.is_terminal:  # where the bar shows nothing before its end
+        print(f"supervised start: up to {settings.steps} steps", flush=True)
+    with progress, _served_weights(model) if bf16 else contextlib.nullcontext():
+        bar = progress.add_task("start", total=settings.steps, measured="")
         for step in range(settings.steps):
             ids, labels = encode(tokenizer, lesson.batch(rng, settings.batch, settings.p_right), device)
             # entered for every forward: autocast keeps rounded weights until it is left
@@ -143,14 +146,14 @@ def teach(
             schedule.step()
             if settings.target is not None and (step + 1) % _EVERY == 0:
                 with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-                    right = _right(model, *measured)
-                progress.update(bar, right=right)
+                    share = _right(model, *measured)
+                right = f", right {share:.3f}"
                 if quiet:
-                    print(f"supervised start: step {step + 1}, loss {loss.item():.3f}, right {right:.3f}", flush=True)
-                if right >= settings.target:
+                    print(f"supervised start: step {step + 1}, loss {loss.item():.3f}{right}", flush=True)
+                if share >= settings.target:
                     break
             if not quiet:
-                progress.update(bar, advance=1, loss=loss.item())
+                progress.update(bar, advance=1, measured=f"loss {loss.item():.3f}{right}")
         else:
             if settings.target is not None:
                 print(f"supervised start: {settings.steps} steps did not reach {settings.target:g}", flush=True)

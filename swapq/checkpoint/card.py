@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from swapq._version import __version__
-from swapq.checkpoint.described import Described, describe_folder, folder_path
+from swapq.checkpoint.described import Described, describe_folder
 from swapq.checkpoint.record import read_record
 from swapq.checkpoint.verify import Verification, verify
 from swapq.checkpoint.writer import write_text
@@ -65,7 +65,7 @@ def model_card(
         CheckpointError: the folder does not verify, or base_model is a path.
     """
     check_base_model(base_model)
-    folder = read_folder(folder_path(directory))
+    folder = read_folder(directory)
     described = describe_folder(folder)
     report = verify(directory, source=source)
     if not report.ok:

@@ -1,9 +1,7 @@
 """What a quantized folder says of itself: layout, recipe and the exact list of quantized weights, whoever wrote it."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint import layouts
@@ -14,7 +12,7 @@ from swapq.headers import Folder, read_json
 from swapq.natural import natural_key
 from swapq.recipe import Recipe
 
-__all__ = ["Described", "describe_folder", "folder_path"]
+__all__ = ["Described", "describe_folder"]
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,3 @@ def _recipe(fields: Any, where: str) -> Recipe:
 def _scaled_modules(folder: Folder) -> list[str]:
     """Modules with block scales, in natural order."""
     return sorted((stem(n) for n in folder.tensors if n.endswith(".weight_scale")), key=natural_key)
-
-
-def folder_path(directory: "str | os.PathLike[str]") -> Path:
-    """The folder as a path.
-
-    Raises:
-        CheckpointError: it is not a folder.
-    """
-    path = Path(directory)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
-    return path

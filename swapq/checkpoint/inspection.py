@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from swapq import anatomy
-from swapq.checkpoint.described import describe_folder, folder_path
+from swapq.checkpoint.described import describe_folder
 from swapq.checkpoint.record import SCRATCH_NAME, read_record
 from swapq.errors import SwapqError
-from swapq.headers import Folder, read_folder, read_json
+from swapq.headers import Folder, folder_path, read_folder, read_json
 
 __all__ = ["Inspection", "inspect"]
 

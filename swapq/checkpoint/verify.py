@@ -17,7 +17,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.anatomy.names import role_of
 from swapq.checkpoint import layouts
-from swapq.checkpoint.described import Described, describe_folder, folder_path
+from swapq.checkpoint.described import Described, describe_folder
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, copied_files, read_record, record_faults, sha256_of
@@ -81,7 +81,7 @@ def verify(
     report = Verification()
     origin = read_folder(source) if source is not None else None
     try:
-        folder = read_folder(folder_path(directory))
+        folder = read_folder(directory)
         described = describe_folder(folder)
     except (SwapqError, OSError) as error:
         report.problems.append(str(error))

@@ -12,7 +12,7 @@ from torch import nn
 
 from swapq import anatomy
 from swapq.anatomy.names import role_of
-from swapq.checkpoint.described import describe_folder, folder_path
+from swapq.checkpoint.described import describe_folder
 from swapq.checkpoint.tensors import base_model
 from swapq.convert import is_converted, plan_of, swapped_modules
 from swapq.headers import read_folder
@@ -53,7 +53,7 @@ def running(side: "nn.Module | str | os.PathLike[str]", *, served: bool = False)
         quantizing = (m for m in swapped_modules(root) if served or not m.trains_in_bf16)
         specs = {name: m.spec for m in quantizing for name in m.hub_weights()}
         return plain | {name: Runs(spec.weights, spec.activations) for name, spec in specs.items()}
-    described = describe_folder(read_folder(folder_path(side)))
+    described = describe_folder(read_folder(side))
     recipe = described.recipe
     return {
         name: Runs(fmt, recipe.activations_of(role_of(name)) if recipe else FORMATS[fmt].activations[0])

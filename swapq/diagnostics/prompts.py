@@ -46,10 +46,10 @@ def prompt_batches(
             raise UnsupportedError(
                 f"{directory}: has no tokenizer, which the prompts of {file} need; copy it into the folder"
             )
-        ids = torch.randint(0, vocab_size, _DRAWN, generator=torch.Generator().manual_seed(0))
-        return [ids], f"{directory} has no tokenizer: {_DRAWN[0]} sequences of {_DRAWN[1]} random tokens"
+        ids = torch.randint(0, vocab_size, _DRAWN, generator=torch.Generator().manual_seed(0))[:, :length]
+        return [ids], f"{directory} has no tokenizer: {ids.shape[0]} sequences of {ids.shape[1]} random tokens"
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    batches = [tokenizer(line, return_tensors="pt").input_ids[:, :length] for line in lines]
+    batches = [tokenizer(line, return_tensors="pt", verbose=False).input_ids[:, :length] for line in lines]
     batches = [ids for ids in batches if ids.shape[1] > 1]
     if not batches:
         raise UnsupportedError(
