@@ -19,7 +19,8 @@ from swapq.qtensor import QTensor
 __all__ = ["Digests", "digest", "tensor_digest"]
 
 _PAGE = 1024  # sums of so many tensors come to the host as one tensor
-_BATCH = 32  # so many tensors share a launch; copies that were made for their digests (of strided parts) are gone after it
+_BATCH = 32  # so many tensors share a launch
+_COPIED = 1 << 26  # bytes of copies (of a tensor-parallel rank's strided parts) after which a launch comes at once
 
 
 class Digests(Mapping[str, str]):
@@ -57,14 +58,17 @@ class Digests(Mapping[str, str]):
     def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """:meth:`add` of each of ``tensors``, which nothing writes meanwhile: few launches on a GPU."""
         batch: list[Tensor] = []
+        copied = 0
         into = torch.empty(0)  # the rows from the batch's first on
         for name, x in tensors:
             page, row = self._place(name, x)
-            if len(batch) == _BATCH or (batch and (row == 0 or page.device != into.device)):
+            full = len(batch) == _BATCH or copied > _COPIED
+            if full or (batch and (row == 0 or page.device != into.device)):
                 add_many_word_sums(batch, into[: len(batch)])
-                batch = []
+                batch, copied = [], 0
             into = into if batch else page[row:]
             batch.append(_words(x))
+            copied += batch[-1].nbytes if batch[-1].data_ptr() != x.data_ptr() else 0
         add_many_word_sums(batch, into[: len(batch)])
 
     def _place(self, name: str, x: Tensor) -> tuple[Tensor, int]:

@@ -193,24 +193,28 @@ def _scope_amax(amax: Tensor, shape: tuple[int, ...], x: Tensor, fmt: str) -> Te
 
 
 def require_finite(x: Tensor, name: str) -> None:
-    """Refuse a weight with NaN or Inf (contract section 0).
+    """Refuse a weight that is NaN or Inf in BF16, the dtype in which weights are quantized (contract section 0).
 
     Raises:
         FormatError: naming the tensor, the count and the first index.
     """
     if bool(is_finite(x)):
         return
-    bad = ~torch.isfinite(x)
+    bad = ~torch.isfinite(x.to(torch.bfloat16))
     first = tuple(int(i) for i in bad.nonzero()[0])
     raise FormatError(
-        f"{name}: {int(bad.sum())} of {x.numel()} values are not finite, the first at index {first} ({x[first].item()}); "
+        f"{name}: {int(bad.sum())} of {x.numel()} values are not finite in BF16, the first at index {first} ({x[first].item()}); "
         "repair the weight (a diverged run or a damaged file) before quantizing it"
     )
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """0-dim bool on the device of ``x``, in one pass without a temporary of its size: NaN and Inf show in the extremes. Nothing waits."""
+    """0-dim bool on the device of ``x``: whether all of it is finite in BF16. Nothing waits.
+
+    One pass without a temporary of its size: NaN, Inf and a float32 too large for BF16 show in the extremes.
+    """
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
     pieces = x if x.dim() > 2 and x.numel() >= 1 << 31 else (x,)  # torch reduces fewer elements than that to a pair
-    return torch.isfinite(torch.stack([end for piece in pieces for end in torch.aminmax(piece)])).all()
+    ends = torch.stack([end for piece in pieces for end in torch.aminmax(piece)])
+    return torch.isfinite(ends.to(torch.bfloat16)).all()

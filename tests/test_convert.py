@@ -118,10 +118,11 @@ def test_a_refused_plan_changes_nothing() -> None:
     assert not swapq.is_converted(model)
 
 
-def test_a_weight_that_is_not_finite_is_refused_by_name_before_anything_changes() -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -3.4e38], ids=["NaN", "Inf", "too large for BF16"])
+def test_a_weight_that_is_not_finite_is_refused_by_name_before_anything_changes(value: float) -> None:
     model = qwen3_moe()
     with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[3, 2, 1] = torch.nan
+        model.model.layers[1].mlp.experts.down_proj[3, 2, 1] = value
     with pytest.raises(swapq.SwapqError, match=r"model\.layers\.1\.mlp\.experts\.down_proj.*1 of .*\(3, 2, 1\)"):
         swapq.convert(model, "nvfp4-rl", last_layers_bf16=0)
     assert not any(isinstance(m, SwapqExperts) for m in model.modules())

@@ -1,5 +1,7 @@
 """The two sums behind a digest: one value whatever computes it, and a batch that waits for the device once."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +70,26 @@ def test_tensors_added_together_have_the_digests_that_each_has_alone(before: int
     assert {name: found[name] for name in tensors} == {name: tensor_digest(t) for name, t in tensors.items()}
     assert all(found[f"before {i}"] == tensor_digest(torch.full((2,), i)) for i in range(before))
     assert found["after"] == tensor_digest(torch.ones(3))
+
+
+@pytest.mark.parametrize(("strided", "most"), [(True, 5), (False, 32)])
+def test_copies_of_strided_tensors_do_not_wait_for_a_full_launch(
+    monkeypatch: pytest.MonkeyPatch, strided: bool, most: int
+) -> None:
+    module, launches = sys.modules[Digests.__module__], []
+    many = module.add_many_word_sums
+
+    def noted(words: list[torch.Tensor], into: torch.Tensor) -> None:
+        launches.append(len(words))
+        many(words, into)
+
+    monkeypatch.setattr(module, "add_many_word_sums", noted)
+    monkeypatch.setattr(module, "_COPIED", 4 * 64 * 64 * 4)
+    tensors = {f"t{i}": torch.randn(64, 64).t() if strided else torch.randn(64, 64) for i in range(70)}
+    batch = Digests()
+    batch.add_all(tensors.items())
+    assert max(launches) == most
+    assert batch == {name: tensor_digest(t) for name, t in tensors.items()}
 
 
 def test_a_batch_is_a_mapping_whose_values_alone_are_waited_for() -> None:

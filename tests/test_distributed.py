@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -26,6 +29,13 @@ from tests.helpers.recipes import tiny
 CASES = [("nvfp4-rl", "dequantized", 8), ("mxfp8-rl", "low_precision", 8), ("nvfp4-rl", "high_precision", 1)]
 CASES += [("fp8-block-rl", "dequantized", 8), ("fp8-rollout", "bf16", 8), ("int4-qat", "dequantized", 8)]
 IDS = [f"{r}-{b}-{e} experts" for r, b, e in CASES]
+
+#: recipes whose walk is watched: all quantized, some layers of BF16 experts, all of them
+WALKS: dict[str, dict[str, object]] = {
+    "mxfp8-rl": {"last_layers_bf16": 0},
+    "nvfp4-rl": {"last_layers_bf16": 4},
+    "bf16": {},
+}
 
 
 def build(recipe: str, backward: str, experts: int) -> PreTrainedModel:
@@ -207,3 +217,42 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("recipe", "backward"), fsdp.CASES)
 def test_a_sharded_step_with_bf16_gathering_is_that_of_one_process(steps: Path, recipe: str, backward: str) -> None:
     fsdp.judge(steps, recipe, backward)
+
+
+def walks(rank: int, device: torch.device, folder: str) -> None:
+    """Of a walk over a sharded model: bytes of its parameters, the most that gathered ones held at once, whether the tensors are right."""
+    gather, held = DTensor.full_tensor, []
+    for recipe, layers in WALKS.items():
+        model = swapq.convert(qwen3_moe(num_hidden_layers=6), recipe, **layers)
+        expected, total = swapq.digest(model), sum(p.nbytes for p in model.parameters())
+        shard(model)
+        storages: list[weakref.ref[Any]] = []
+        held.clear()
+
+        def noted(self: DTensor, storages: list[Any] = storages) -> Tensor:
+            gathered = gather(self)
+            storages.append(weakref.ref(gathered.untyped_storage()))
+            held.append(sum(storage.nbytes() for ref in storages if (storage := ref()) is not None))
+            return gathered
+
+        DTensor.full_tensor = noted
+        try:
+            equal = swapq.digest(model) == expected
+        finally:
+            DTensor.full_tensor = gather
+        if rank == 0:
+            save_file({"facts": torch.tensor([total, max(held), equal])}, Path(folder) / f"{recipe}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("walks")
+    spawn(walks, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("recipe", WALKS)
+def test_a_walk_over_a_sharded_model_gathers_it_layer_by_layer(walked: Path, recipe: str) -> None:
+    total, held, equal = load_file(walked / f"{recipe}.safetensors")["facts"].tolist()
+    assert equal
+    assert 0 < held < total / 4  # six layers; a layer and what it was a moment ago

@@ -268,9 +268,9 @@ class VLLMGeneration(_VLLMGeneration):
         scores = fixed_scores(self.llm)
         if self._start is not None:
             start_scores, start_digests = self._start
-            self._start = None
             if start_digests and all(digests.get(name) == value for name, value in start_digests.items()):
                 require_equal(start_scores, scores, "the weights the engine was built from were sent to it")
+            self._start = None  # not before it passed: sent again, the same weights must not pass unseen
         self._update()
         require_equal(scores, fixed_scores(self.llm), "the same weights were sent twice")
 

@@ -85,23 +85,44 @@ def forget_caches(runner: Any) -> None:
 
 
 def reset_prefix_cache(llm: "LLM") -> bool:
-    """``llm.reset_prefix_cache()``, which visits the blocks that hold something instead of all.
+    """``llm.reset_prefix_cache()`` and that of a KV connector, visiting the blocks that hold something instead of all.
 
     A large GPU can have a quarter of a million blocks, and vLLM forgets the hash of each one by one, in Python. Only blocks in the
     pool's map of hashes have one: what vLLM resets is their list, for as long as its own method runs.
+
+    Returns:
+        False while a request holds blocks.
+
+    Raises:
+        UnsupportedError: a KV connector that keeps what it was given: old weights' keys and values would come back from it.
     """
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-    pool: Any = getattr(getattr(core.scheduler, "kv_cache_manager", None), "block_pool", None)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    connector = getattr(scheduler, "connector", None)
+    if connector is not None:
+        _require_forgetting(connector)
+    pool: Any = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
     entries = getattr(getattr(pool, "cached_block_hash_to_block", None), "_cache", None)
     watched = getattr(pool, "_reuse_watchers", None)  # by a block's place in the whole list
     if entries is None or watched:
-        return llm.reset_prefix_cache()
+        return llm.reset_prefix_cache(reset_connector=connector is not None)
     every = pool.blocks
     pool.blocks = [b for entry in entries.values() for b in (entry.values() if isinstance(entry, dict) else (entry,))]
     try:
-        return llm.reset_prefix_cache()
+        return llm.reset_prefix_cache(reset_connector=connector is not None)
     finally:
         pool.blocks = every
+
+
+def _require_forgetting(connector: Any) -> None:
+    """Refuse a KV connector, or one among several, without a ``reset_cache`` of its own: vLLM takes it for one that was emptied."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    for each in getattr(connector, "_connectors", [connector]):
+        if type(each).reset_cache is KVConnectorBase_V1.reset_cache:
+            raise UnsupportedError(
+                f"the engine's KV connector, {type(each).__name__}, has no reset_cache(): after a weight update it would bring back keys "
+                "and values of the old weights; start the engine without it"
+            )
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ class UpdateReport:
     """What an update did.
 
     Attributes:
-        seconds: from the first byte to the reset of the prefix cache.
+        seconds: from the reset of the prefix cache until the engine serves again.
         bytes: bytes of the tensors that arrived.
         tensors: how many tensors of the checkpoint arrived. A stack of experts counts as all that it stands for.
         verified: how many of them were read back from the engine and equal what arrived.
@@ -72,19 +72,21 @@ def apply_update(
 
     Raises:
         SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, not equal to what was sent, or
-            holding what no quantizer writes. The engine refuses to serve from then on. While its weights sleep nothing is touched.
-        UnsupportedError: the engine is in another process.
+            holding what no quantizer writes. The engine refuses to serve from then on. While its weights sleep, or a request runs,
+            nothing is touched.
+        UnsupportedError: the engine is in another process, or has a KV connector that cannot forget; nothing is touched.
     """
     start = time.perf_counter()
     _require_in_process(llm)
     _require_awake(llm)
+    # before the weights change, since a running request would go on with the new ones; none can begin until the engine opens again
+    if not reset_prefix_cache(llm):
+        raise SyncError(
+            "the prefix cache cannot be reset while requests run, old and new weights would mix in them; finish or abort them, then sync"
+        )
     close_front(llm, "its last weight update did not complete")
     try:
         arrived, held, unverified, count = llm.collective_rpc(receive, args=(tensors, expected_digests))[0]
-        if not reset_prefix_cache(llm):
-            raise SyncError(
-                "the prefix cache could not be reset, old and new weights would mix; finish running requests, then sync"
-            )
     except SyncError as error:
         close_front(llm, str(error))
         raise

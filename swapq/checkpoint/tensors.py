@@ -4,6 +4,7 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 """
 
 import os
+import re
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
@@ -26,6 +28,9 @@ from swapq.nn.gather import whole
 from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
 from swapq.qtensor import is_finite, require_finite
+
+#: name by which it is sorted, and what gives its tensors
+Unit = tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]
 
 __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
@@ -105,12 +110,11 @@ def checkpoint_tensors(
     swapped = list(_swapped(root))
     masters = list(_masters(swapped)) if check else []
     finite = [is_finite(whole(master.detach())) for _, master in masters]  # devices compute it while the list is made
-    units: list[tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]] = []
+    units: list[Unit] = []
     for prefix, module in swapped:
         as_stacks = isinstance(module, SwapqExperts) and module.swapq_layout.hub_prefix in stacked
         units.append((prefix, partial(stacked_tensors if as_stacks else module_tensors, module)))  # type: ignore[arg-type]
-    for name, tensor in _rest(root).items():
-        units.append((name, partial(iter, [(name, tensor.detach())])))
+    units += _rest_units(root)
     units.sort(key=lambda unit: dot_natural_key(unit[0]))
     _require_finite(masters, finite)
     for _, produce in units:
@@ -136,8 +140,7 @@ def _refuse_adapters(root: nn.Module) -> None:
 
 def rest_names(root: nn.Module) -> set[str]:
     """Checkpoint names of what no swapped module holds; from names and shapes alone."""
-    state = {name: torch.empty_like(t, device="meta") for name, t in _named_rest(root).items()}
-    return set(revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state)
+    return set(_hub_names(root, _named_rest(root)))
 
 
 def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
@@ -182,10 +185,44 @@ def _named_rest(root: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in _plain_state(root).items() if name not in tied and name not in ignored}
 
 
-def _rest(root: nn.Module) -> dict[str, Tensor]:
-    """What no swapped module holds, under Hub names, without tied copies."""
-    state = {name: whole(t) for name, t in _named_rest(root).items()}
+def _rest_units(root: nn.Module) -> list[Unit]:
+    """What no swapped module holds, one by one under Hub names, without tied copies."""
+    state = _named_rest(root)
+    if not any(isinstance(t, DTensor) for t in state.values()):
+        return [(name, partial(iter, [(name, t.detach())])) for name, t in _under_hub_names(root, state).items()]
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        layer = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(layer[0] if layer else name, {})[name] = tensor
+    names = [_hub_names(root, layer) for layer in layers.values()]
+    if {name for each in names for name in each} != set(_hub_names(root, state)):  # a tensor of several layers
+        layers, names = {"": state}, [_hub_names(root, state)]
+    groups = [_Layer(root, layer) for layer in layers.values()]
+    return [(name, partial(group.give, name)) for group, each in zip(groups, names, strict=True) for name in each]
+
+
+class _Layer:
+    """Sharded tensors of one layer: gathered when the first is asked for, so that no two layers are held at once."""
+
+    def __init__(self, root: nn.Module, state: dict[str, Tensor]) -> None:
+        self.root, self.state = root, state
+        self.gathered: dict[str, Tensor] | None = None
+
+    def give(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        if self.gathered is None:
+            self.gathered = _under_hub_names(self.root, {live: whole(t) for live, t in self.state.items()})
+        yield name, self.gathered.pop(name).detach()
+
+
+def _under_hub_names(root: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state
+
+
+def _hub_names(root: nn.Module, state: dict[str, Tensor]) -> list[str]:
+    """The names that ``state`` has on the Hub; from names and shapes alone."""
+    return list(
+        _under_hub_names(root, {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()})
+    )
 
 
 def quantized_names(model: nn.Module) -> dict[str, list[str]]:
@@ -207,7 +244,8 @@ def named_tensors(source: "nn.Module | str | os.PathLike[str]") -> Iterator[tupl
         if is_converted(source):
             yield from checkpoint_tensors(source)
         else:
-            yield from _rest(base_model(source)).items()
+            for _, produce in _rest_units(base_model(source)):
+                yield from produce()
         return
     folder = read_folder(source)
     for shard in folder.files:

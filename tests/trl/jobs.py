@@ -278,11 +278,12 @@ def drift(built: Any) -> dict[str, Any]:
 
     module.fixed_scores = moved(itertools.repeat(0.25))  # wrong since the first update, and the same ever after
     since_start = outcome(built.sync_weights)
+    sent_again = outcome(built.sync_weights)
     module.fixed_scores = moved(itertools.count(0.0, 0.25))
     noticed = outcome(built.sync_weights)
     refused = outcome(lambda: built.vllm_generation.generate(PROMPTS, None, 1))
     module.fixed_scores = honest
-    return {"since_start": since_start, "noticed": noticed, "refused": refused}
+    return {"since_start": since_start, "sent_again": sent_again, "noticed": noticed, "refused": refused}
 
 
 def options(kind: str, recipe: str | dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -175,6 +175,18 @@ def test_a_master_that_is_not_finite_is_named_before_any_tensor_is_given(layer: 
         next(sending)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_a_float32_master_too_large_for_bf16_is_named_before_any_tensor_is_given(recipe: str) -> None:
+    model = swapq.convert(tiny(), recipe, last_layers_bf16=0)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 1, 2] = 3.4e38  # below float32's largest number, above BF16's
+    sending = sent_tensors(model, torch.bfloat16)
+    with pytest.raises(
+        FormatError, match=r"model.layers.1.mlp.experts.down_proj: 1 of .* not finite in BF16.* \(3, 1, 2\) \(3\."
+    ):
+        next(sending)
+
+
 def test_a_server_that_holds_something_else_is_an_error_that_names_it(model: Any) -> None:
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     generation = server_generation(model, Server({"wrong": [name]}))

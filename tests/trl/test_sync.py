@@ -136,5 +136,6 @@ def test_the_self_test_notices_an_engine_that_changes_under_equal_weights(faulty
     result = faulty["self_test"]
     assert result["since_start"]["error"] == result["noticed"]["error"] == "SyncError"
     assert "the weights the engine was built from" in result["since_start"]["message"]
+    assert result["sent_again"] == result["since_start"]
     assert "the same weights were sent twice" in result["noticed"]["message"]
     assert result["refused"]["error"] == "SyncError"

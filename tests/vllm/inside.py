@@ -219,24 +219,54 @@ def prefix_cache_after_an_update(llm: Any, directory: str) -> dict[str, int]:
     }
 
 
-def update_with_a_request_running(llm: Any, directory: str) -> str:
-    """An update while a request holds blocks of the KV cache: the error."""
+def update_with_a_request_running(llm: Any, directory: str) -> tuple[str, bool, bool]:
+    """An update while a request holds blocks of the KV cache: the error, whether the request then ends as it does undisturbed, and whether
+    the engine holds what it held."""
     from vllm import SamplingParams
 
     from swapq.errors import SyncError
 
-    llm.llm_engine.add_request(
-        "running", {"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
-    )
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    undisturbed = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    before, said = served_digests(llm), "nothing"
+    llm.llm_engine.add_request("running", prompt, params)
     llm.llm_engine.step()
     try:
         stacked_update(llm, directory)
     except SyncError as error:
-        return str(error)
+        said = str(error)
+    tokens: list[int] = []
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            tokens = list(output.outputs[0].token_ids)
+    return said, tokens == list(undisturbed), served_digests(llm) == before
+
+
+def generated_from_a_long_prompt(llm: Any) -> tuple[list[tuple[int, float]], int]:
+    """Tokens with their log-probabilities, and how many tokens of the prompt were cached."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=0, ignore_eos=True, detokenize=False)
+    out = llm.generate([{"prompt_token_ids": [j * 5 % 64 for j in range(40)]}], params, use_tqdm=False)[0]
+    tokens = [next(iter(position.items())) for position in out.outputs[0].logprobs]
+    return [(token, found.logprob) for token, found in tokens], out.num_cached_tokens
+
+
+def update_with_a_connector_that_keeps(llm: Any, directory: str) -> tuple[str, bool]:
+    """An update of an engine whose KV connector has no ``reset_cache``: the error, and whether the engine holds what it held."""
+    from swapq.errors import UnsupportedError
+
+    kind = type(llm.llm_engine.engine_core.engine_core.scheduler.connector)
+    honest, before, said = kind.reset_cache, served_digests(llm), "nothing"
+    del kind.reset_cache
+    try:
+        update(llm, directory)
+    except UnsupportedError as error:
+        said = str(error)
     finally:
-        llm.llm_engine.abort_request(["running"])
-        llm.llm_engine.step()
-    return "nothing"
+        kind.reset_cache = honest
+    return said, served_digests(llm) == before
 
 
 def update_with_tied_head(llm: Any, directory: str, differ: bool) -> str:

@@ -1,0 +1,15 @@
+"""A KV connector that keeps keys and values in a folder, and can empty it. vLLM's example cannot."""
+
+import shutil
+from pathlib import Path
+
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+__all__ = ["ForgettingConnector"]
+
+
+class ForgettingConnector(ExampleConnector):
+    def reset_cache(self) -> bool:
+        for entry in Path(self._storage_path).iterdir():
+            shutil.rmtree(entry)
+        return True
