@@ -20,6 +20,7 @@ __all__ = [
     "captures_graphs",
     "derives_weights",
     "forget_caches",
+    "has_begun_requests",
     "on_meta",
     "original_loader",
     "quiet_reload",
@@ -82,6 +83,12 @@ def forget_caches(runner: Any) -> None:
     for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
         if hasattr(runner, name):
             getattr(runner, name)()
+
+
+def has_begun_requests(llm: "LLM") -> bool:
+    """Whether a request has tokens of the present weights and is to have more. A preempted one holds no blocks of the KV cache."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    return any(request.num_output_tokens for request in scheduler.requests.values())
 
 
 def reset_prefix_cache(llm: "LLM") -> bool:

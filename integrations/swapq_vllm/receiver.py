@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swapq.digest import Digests
 from swapq.errors import SyncError, UnsupportedError
-from swapq_vllm.compat import forget_caches, quiet_reload, reset_prefix_cache
+from swapq_vllm.compat import forget_caches, has_begun_requests, quiet_reload, reset_prefix_cache
 from swapq_vllm.gate import close_front, close_worker, open_front, open_worker
 from swapq_vllm.ledger import Ledger
 from swapq_vllm.served import Served
@@ -72,17 +72,17 @@ def apply_update(
 
     Raises:
         SyncError: naming the tensors that are missing, unknown, repeated, of a wrong dtype or shape, not equal to what was sent, or
-            holding what no quantizer writes. The engine refuses to serve from then on. While its weights sleep, or a request runs,
-            nothing is touched.
+            holding what no quantizer writes. The engine refuses to serve from then on. While its weights sleep, or a request has
+            begun, nothing is touched.
         UnsupportedError: the engine is in another process, or has a KV connector that cannot forget; nothing is touched.
     """
     start = time.perf_counter()
     _require_in_process(llm)
     _require_awake(llm)
     # before the weights change, since a running request would go on with the new ones; none can begin until the engine opens again
-    if not reset_prefix_cache(llm):
+    if has_begun_requests(llm) or not reset_prefix_cache(llm):
         raise SyncError(
-            "the prefix cache cannot be reset while requests run, old and new weights would mix in them; finish or abort them, then sync"
+            "weights cannot change while requests run or wait to go on, old and new ones would mix in them; finish or abort them, then sync"
         )
     close_front(llm, "its last weight update did not complete")
     try:

@@ -219,9 +219,9 @@ def prefix_cache_after_an_update(llm: Any, directory: str) -> dict[str, int]:
     }
 
 
-def update_with_a_request_running(llm: Any, directory: str) -> tuple[str, bool, bool]:
-    """An update while a request holds blocks of the KV cache: the error, whether the request then ends as it does undisturbed, and whether
-    the engine holds what it held."""
+def update_with_a_request_begun(llm: Any, directory: str, preempted: bool) -> tuple[str, bool, bool]:
+    """An update while a request runs, or waits since it was preempted and holds no blocks: the error, whether the request then ends as it
+    does undisturbed, and whether the engine holds what it held."""
     from vllm import SamplingParams
 
     from swapq.errors import SyncError
@@ -230,8 +230,11 @@ def update_with_a_request_running(llm: Any, directory: str) -> tuple[str, bool, 
     prompt = {"prompt_token_ids": PROMPTS[0]}
     undisturbed = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     before, said = served_digests(llm), "nothing"
-    llm.llm_engine.add_request("running", prompt, params)
-    llm.llm_engine.step()
+    llm.llm_engine.add_request("begun", prompt, params)
+    for _ in range(3):
+        llm.llm_engine.step()
+    if preempted:
+        llm.llm_engine.engine_core.engine_core.scheduler.reset_prefix_cache(reset_running_requests=True)
     try:
         stacked_update(llm, directory)
     except SyncError as error:

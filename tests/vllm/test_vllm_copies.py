@@ -56,12 +56,13 @@ def test_an_update_empties_the_prefix_cache_and_visits_only_what_is_in_it(engine
     assert found["same list"]
 
 
-def test_an_update_while_a_request_runs_is_refused_and_the_request_ends_over_the_old_weights(
-    engine: Engine, folders: list[Path]
+@pytest.mark.parametrize("preempted", [False, True], ids=["running", "preempted"])
+def test_an_update_is_refused_while_a_request_has_begun_and_the_request_ends_over_the_old_weights(
+    engine: Engine, folders: list[Path], preempted: bool
 ) -> None:
     engine(inside.stacked_update, str(folders[0]))
-    said, ends_as_undisturbed, holds_the_same = engine(inside.update_with_a_request_running, str(folders[1]))
-    assert "while requests run" in said
+    said, ends_as_undisturbed, holds_the_same = engine(inside.update_with_a_request_begun, str(folders[1]), preempted)
+    assert "while requests run or wait to go on" in said
     assert ends_as_undisturbed
     assert holds_the_same
     engine(inside.stacked_update, str(folders[0]))
