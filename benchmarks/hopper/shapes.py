@@ -20,7 +20,7 @@ import swapq
 from benchmarks.hopper.block import INNER, SETS, TOP, E, H
 from benchmarks.hopper.timing import graphed
 from swapq.kernels.cuda import grouped_decode as decode
-from swapq.kernels.cuda.quantize import expand, row_operand
+from swapq.kernels.cuda.quantize import GROUPS, expand, row_operand
 from swapq.kernels.cuda.tiles import route
 from swapq.kernels.grouped_gemm import TILE_ROWS, grouped_gemm
 from swapq.nn.gate import activation_table
@@ -80,10 +80,10 @@ def best(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("formats", nargs="*", metavar="format", default=["nvfp4", "mxfp8"], help="nvfp4, mxfp8")
+    parser.add_argument("formats", nargs="*", metavar="format", default=list(GROUPS), help=" or ".join(GROUPS))
     formats, console = parser.parse_args().formats, Console(width=150)
-    if unknown := set(formats) - {"nvfp4", "mxfp8"}:
-        parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads nvfp4 and mxfp8")
+    if unknown := set(formats) - set(GROUPS):
+        parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
     cases = [(f, g, t, s) for f in formats for g in MATRICES for t, shapes in SHAPES.items() for s in shapes]
     workers = min(12, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:  # CUDA does not survive a fork

@@ -87,8 +87,7 @@ def forget_caches(runner: Any) -> None:
 
 def has_begun_requests(llm: "LLM") -> bool:
     """Whether a request has tokens of the present weights and is to have more. A preempted one holds no blocks of the KV cache."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-    return any(request.num_output_tokens for request in scheduler.requests.values())
+    return any(request.num_output_tokens for request in _scheduler(llm).requests.values())
 
 
 def reset_prefix_cache(llm: "LLM") -> bool:
@@ -103,7 +102,7 @@ def reset_prefix_cache(llm: "LLM") -> bool:
     Raises:
         UnsupportedError: a KV connector that keeps what it was given: old weights' keys and values would come back from it.
     """
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    scheduler = _scheduler(llm)
     connector = getattr(scheduler, "connector", None)
     if connector is not None:
         _require_forgetting(connector)
@@ -118,6 +117,11 @@ def reset_prefix_cache(llm: "LLM") -> bool:
         return llm.reset_prefix_cache(reset_connector=connector is not None)
     finally:
         pool.blocks = every
+
+
+def _scheduler(llm: "LLM") -> Any:
+    """Of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
 
 def _require_forgetting(connector: Any) -> None:

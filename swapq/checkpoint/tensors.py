@@ -29,10 +29,10 @@ from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
 from swapq.qtensor import is_finite, require_finite
 
+__all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
+
 #: name by which it is sorted, and what gives its tensors
 Unit = tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]
-
-__all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
 
 def base_model(model: nn.Module) -> nn.Module:

@@ -48,6 +48,7 @@ def _kernel(
     expert, inside, out_row, row = tile_rows(slots, tiles, tile, rows, top_k, SPREAD, SORTED, DENSE, BM)
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     column = n % N  # past the end the loads wrap around; the store is masked
+    line = expert * N + column
     acc = tl.zeros((BN, BM) if LEFT else (BM, BN), tl.float32)
     if INT4:
         for start in range(0, K, BK):
@@ -56,7 +57,6 @@ def _kernel(
             even, odd = tl.split(tl.reshape(pairs, (BM, BK // 2, 2)))
             byte = start // 2 + tl.arange(0, BK // 2)
             here = byte < K // 2
-            line = expert * N + column
             block = byte // (GROUP // 2)
             if LEFT:
                 both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0).to(tl.int32)
@@ -77,7 +77,6 @@ def _kernel(
         for block in range(BLOCKS):
             k = block * BK + tl.arange(0, BK)
             here = k < K
-            line = expert * N + column
             a = tl.load(x + row[:, None] * K + k[None, :], mask=here[None, :], other=0.0)
             if LEFT:
                 bits = tl.load(codes + line[:, None] * K + k[None, :], mask=here[None, :], other=0)
