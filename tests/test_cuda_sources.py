@@ -24,7 +24,7 @@ KERNELS = [
             {"K": k, "FORMAT": f, "OPERAND": o, "GATED": g, "BESIDE": b, "GROUP": 64 if f == 2 else 128, **_ROWS},
         )
         for k in (160, 768)
-        for f in (0, 1, 2)
+        for f in (0, 1, 2, 3)
         for o in (0, 1)
         for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))

@@ -7,6 +7,11 @@ choice by the number of rows needs candidates with the same bits, so those with 
 """
 
 import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -23,39 +28,66 @@ from swapq.kernels.stored_gemm import TILE_ROWS, Shape, stored_gemm
 
 FORMATS = ("fp8_block", "int4")
 TOKENS = (1, 16, 64, 256, 1024, 8192)
+USUAL = Shape()
 LEFT = [Shape(columns, warps, stages, True) for columns, warps in ((128, 8), (128, 4), (64, 4)) for stages in (3, 4)]
-CANDIDATES = [(tile, shape) for tile in (16, 32, 64, 128) for shape in (Shape(), *LEFT)]
+TILES = (16, 32, 64, 128)
+SHAPES = (USUAL, *LEFT)
 MATRICES = {"gate and up": (2 * INNER, H), "down": (H, INNER)}
+
+
+def candidates(tokens: int) -> Iterator[tuple[int, Shape]]:
+    """Slots of a tile, not far from what an expert has, and a shape for it."""
+    mean = tokens * TOP / E
+    tiles = {tile for tile in TILES if mean / 2 <= tile <= max(32, 4 * mean)} or {TILES[-1]}
+    yield from ((tile, shape) for tile in TILES if tile in tiles or tile == TILE_ROWS for shape in SHAPES)
+
+
+class Case:
+    """Tokens, their experts and the product over them."""
+
+    def __init__(self, fmt: str, tokens: int, n: int, k: int, like: Parts) -> None:
+        torch.manual_seed(0)
+        form = formats.get(fmt)
+        self.x = stored._rows(torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16), fmt)
+        self.ids = torch.topk(torch.rand(tokens, E, device="cuda"), TOP).indices.int()
+        self.rows, self.group = None, form.block
+        if fmt == "fp8_block":
+            self.group = 0
+            self.rows = stored._scale_rows(n, like.scales.shape[-2], form.default_scope, like.codes.device)
+        self.tiles = {tile: route(self.ids, E, tile) for tile in TILES}
+
+    def product(self, w: Parts, tile: int, shape: Shape) -> torch.Tensor:
+        codes, tiles = w.codes.view(torch.uint8), self.tiles[tile]
+        return stored_gemm(
+            self.x, codes, w.scales, tiles, spread=True, group=self.group, scale_row=self.rows, shape=shape
+        )
 
 
 def times(fmt: str, tokens: int, n: int, k: int, weights: list[Parts]) -> list[tuple[float, bool, int, Shape]]:
     """Microseconds, whether the bits are the usual ones, slots of a tile, shape: the fastest first."""
-    torch.manual_seed(0)
-    form = formats.get(fmt)
-    x = stored._rows(torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16), fmt)
-    ids = torch.topk(torch.rand(tokens, E, device="cuda"), TOP).indices.int()
-    rows = None
-    if fmt == "fp8_block":
-        rows = stored._scale_rows(n, weights[0].scales.shape[-2], form.default_scope, weights[0].codes.device)
-
-    tiles = {tile: route(ids, E, tile) for tile, _ in CANDIDATES}
-    group = 0 if rows is not None else form.block
-
-    def product(w: Parts, tile: int, shape: Shape | None) -> torch.Tensor:
-        codes = w.codes.view(torch.uint8)
-        return stored_gemm(x, codes, w.scales, tiles[tile], spread=True, group=group, scale_row=rows, shape=shape)
-
-    usual = product(weights[0], TILE_ROWS, None)
+    case = Case(fmt, tokens, n, k, weights[0])
+    usual = case.product(weights[0], TILE_ROWS, USUAL)
     found = []
-    for tile, shape in CANDIDATES:
+    for tile, shape in candidates(tokens):
         try:
-            same = torch.equal(product(weights[0], tile, shape).view(torch.int16), usual.view(torch.int16))
+            same = torch.equal(case.product(weights[0], tile, shape).view(torch.int16), usual.view(torch.int16))
         except RuntimeError as error:  # of Triton: more shared memory or registers than there are
             print(f"{fmt}, tile {tile}, {shape}: {str(error).splitlines()[0]}")
             continue
         work = [(w, tile, shape) for w in weights]
-        found.append((graphed(lambda work=work: [product(*w) for w in work], 3) / SETS, same, tile, shape))  # type: ignore[misc]
+        found.append((graphed(lambda work=work: [case.product(*w) for w in work], 3) / SETS, same, tile, shape))  # type: ignore[misc]
     return sorted(found)
+
+
+def build(case: tuple[str, int, Shape]) -> None:
+    """Compile one candidate into Triton's cache, in a process of its own."""
+    fmt, tile, shape = case
+    for n, k in MATRICES.values():
+        w = formats.get(fmt).stored(swapq.quantize(torch.ones(1, n, k, device="cuda", dtype=torch.bfloat16), fmt).parts)
+        one = Case(fmt, 1, n, k, w)
+        one.tiles = {tile: route(one.ids * 0, 1, tile)}
+        with suppress(RuntimeError):  # said where it is timed
+            one.product(w, tile, shape)
 
 
 def main() -> None:
@@ -64,6 +96,9 @@ def main() -> None:
     options, console = parser.parse_args(), Console(width=150)
     if unknown := set(options.formats) - set(FORMATS):
         parser.error(f"the kernel does not read {', '.join(sorted(unknown))}; it reads {' and '.join(FORMATS)}")
+    cases = [(fmt, tile, shape) for fmt in options.formats for tile in TILES for shape in SHAPES]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
+        list(pool.map(build, cases))
     for fmt in options.formats:
         table = Table(title=f"{fmt}, {torch.cuda.get_device_name()}")
         for column in (
@@ -78,7 +113,7 @@ def main() -> None:
             del made
             for tokens in TOKENS:
                 found = times(fmt, tokens, n, k, weights)
-                usual = next(us for us, _, tile, shape in found if (tile, shape) == (TILE_ROWS, Shape()))
+                usual = next(us for us, _, tile, shape in found if (tile, shape) == (TILE_ROWS, USUAL))
                 line = "  ".join(
                     f"{us:.1f}{'' if same else '!'} {tile} {tuple(shape)}" for us, same, tile, shape in found[:5]
                 )

@@ -91,6 +91,8 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
         return cuda.quantize_matrix(x, fmt, amax)
     if fmt == "nvfp4" and scope == "row" and amax is None and x.dim() == 2:
         return cuda.quantize_rows(x, fmt)
+    if fmt == "fp8_block" and scope == "row" and axis == -1 and x.dim() == 2 and x.shape[-1] % 16 == 0:
+        return cuda.quantize_rows(x, fmt)
     return None
 
 

@@ -11,7 +11,7 @@ from swapq.formats import Operand, Parts
 from swapq.formats.fp8_block import BLOCK
 from swapq.formats.int4 import INT4
 from swapq.kernels.cuda.elementwise import combine, swiglu
-from swapq.kernels.cuda.quantize import aligned
+from swapq.kernels.cuda.quantize import aligned, fp8_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
@@ -61,8 +61,8 @@ def stored_block(
 
     experts, default = gate_up.codes.shape[0], formats.get(fmt).default_scope
     tiles = route(ids, experts, TILE_ROWS, local_of=local_of)
-    h = swiglu(_product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True), table)
-    y = _product(_rows(h, fmt), down, fmt, default, tiles, spread=False)
+    h = _product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True)
+    y = _product(_rows(h, fmt, table), down, fmt, default, tiles, spread=False)
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
 
 
@@ -71,13 +71,14 @@ def epilogue_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(torch.bfloat16).float().contiguous()
 
 
-def _rows(x: Tensor, fmt: str) -> Operand:
-    """The operand of BF16 rows: E4M3 values in FP16, with a scale per 128 of K; rows beside INT4 weights as they are."""
-    if fmt != "fp8_block":
-        return Operand(x, None)
-    form = formats.get(fmt)
-    parts = form.quantize(x, scope=form.row_scope, axis=-1)
-    return Operand(parts.codes.to(torch.float16), parts.scales.contiguous())
+def _rows(x: Tensor, fmt: str, table: Tensor | None = None) -> Operand:
+    """The operand of BF16 rows: E4M3 values in FP16, with a scale per 128 of K; rows beside INT4 weights as they are.
+
+    With ``table``, ``x`` holds gate and up, and the rows are those of :func:`swapq.kernels.cuda.elementwise.swiglu`.
+    """
+    if fmt == "fp8_block":
+        return Operand(*fp8_operand(x, table=table))
+    return Operand(x if table is None else swiglu(x, table), None)
 
 
 def _product(

@@ -59,10 +59,14 @@ def _kernel(
             here = byte < K // 2
             block = byte // (GROUP // 2)
             if LEFT:
-                both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0).to(tl.int32)
+                both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0).to(
+                    tl.int32
+                )
                 scale = tl.load(scales + line[:, None] * BLOCKS + block[None, :], mask=here[None, :], other=0.0)
             else:
-                both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(tl.int32)
+                both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(
+                    tl.int32
+                )
                 scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=here[:, None], other=0.0)
             low = ((((both & 15) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)  # two's complement
             high = ((((both >> 4) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)

@@ -48,7 +48,13 @@ def differing(a: Parts, b: Parts) -> int:
 @pytest.mark.parametrize("k", [32, 160, 768, 2048, 7168])
 @pytest.mark.parametrize(
     ("fmt", "scope", "axis"),
-    [("nvfp4", "row", -1), ("nvfp4", "tensor", -1), ("mxfp8", "block", -1), ("mxfp8", "block", -2)],
+    [
+        ("nvfp4", "row", -1),
+        ("nvfp4", "tensor", -1),
+        ("mxfp8", "block", -1),
+        ("mxfp8", "block", -2),
+        ("fp8_block", "row", -1),
+    ],
 )
 def test_a_quantizer_writes_the_bytes_of_the_reference(fmt: str, scope: str, axis: int, k: int, kind: str) -> None:
     x = sample(kind, 3, 72, k) if scope != "row" else sample(kind, 217, k)
@@ -58,7 +64,9 @@ def test_a_quantizer_writes_the_bytes_of_the_reference(fmt: str, scope: str, axi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block")])
+@pytest.mark.parametrize(
+    ("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block"), ("fp8_block", "row")]
+)
 def test_a_thousand_million_values_have_the_bytes_of_the_reference(fmt: str, scope: str) -> None:
     values = 0
     for seed in range(60):
@@ -71,11 +79,11 @@ def test_a_thousand_million_values_have_the_bytes_of_the_reference(fmt: str, sco
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
 def test_a_bad_row_stays_visibly_bad_and_touches_no_other(fmt: str, bad: float) -> None:
     x = sample("normal", 64, H)
     x[7, 33] = bad
-    scope = "row" if fmt == "nvfp4" else "block"
+    scope = "block" if fmt == "mxfp8" else "row"
     parts = dispatch.quantize(x, fmt, scope, -1, None)
     assert parts is not None
     values = formats.get(fmt).dequantize(parts, scope=scope, axis=-1)
@@ -92,7 +100,9 @@ def test_a_bad_row_stays_visibly_bad_and_touches_no_other(fmt: str, bad: float) 
     )
 
 
-@pytest.mark.parametrize(("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block")])
+@pytest.mark.parametrize(
+    ("fmt", "scope"), [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp8", "block"), ("fp8_block", "row")]
+)
 def test_a_view_that_is_not_aligned_has_the_same_bytes(fmt: str, scope: str) -> None:
     flat = sample("normal", 1 + 64 * 256)
     view = flat[1:].view(64, 256) if scope == "row" else flat[1:].view(1, 64, 256)

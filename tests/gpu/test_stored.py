@@ -39,6 +39,19 @@ def test_a_row_has_the_same_bits_in_every_batch(fmt: str, hidden: int, inner: in
         assert torch.equal(few, many[:tokens]), tokens
 
 
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "tiny", "sparse"])
+@pytest.mark.parametrize("k", [208, 768])
+def test_rows_for_fp8_weights_are_the_codes_of_what_swiglu_gives(k: int, kind: str) -> None:
+    from swapq.kernels.cuda.elementwise import swiglu
+    from swapq.kernels.cuda.quantize import fp8_operand
+
+    x, table = sample(kind, 37, 2 * k), activation_table("silu", CUDA)
+    for rows, found in ((x, fp8_operand(x)), (swiglu(x, table), fp8_operand(x, table=table))):
+        expected = formats.get("fp8_block").quantize(rows, scope="row")
+        assert torch.equal(found.values.view(torch.int16), expected.codes.to(torch.float16).view(torch.int16))
+        assert torch.equal(found.scale, expected.scales)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_block_is_the_reference_up_to_the_order_of_sums(fmt: str) -> None:
     from swapq.kernels import fast

@@ -1,4 +1,4 @@
-// The numeric contract in device code: each function is one step of contract sections 1 and 2, bit for bit.
+// The numeric contract in device code: each function is one step of contract sections 1, 2 and 7, bit for bit.
 // Compiled without contraction of multiply and add (--fmad=false): one IEEE float32 operation a line, subnormals kept.
 #pragma once
 
@@ -37,11 +37,16 @@ DEVICE u32 max_magnitude(u32 a, u32 pair) { return __vmaxu2(a, pair & 0x7FFF7FFF
 DEVICE u32 fold_magnitude(u32 pair) { return max(pair & 0xFFFFu, pair >> 16); }
 DEVICE float magnitude_value(u32 bf16_bits) { return as_float(bf16_bits << 16); }
 
-// min of torch: NaN wins.
+// min and max of torch: NaN wins.
 DEVICE float at_most(float value, float bound) {
     float least;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(value), "f"(bound));
     return least;
+}
+DEVICE float at_least(float value, float bound) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(value), "f"(bound));
+    return most;
 }
 
 // E4M3, nearest even, saturating at 448; NaN is 0x7F.
@@ -50,11 +55,15 @@ DEVICE u32 e4m3_pair(float even, float odd) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(odd), "f"(even));
     return codes;
 }
-DEVICE float e4m3_value(u32 code) {
+DEVICE u32 e4m3_word(const float* y) { return e4m3_pair(y[0], y[1]) | e4m3_pair(y[2], y[3]) << 16; }
+DEVICE u32 e4m3_halves(u32 codes) {  // the two low codes as FP16
     u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)code));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+    return halves;
+}
+DEVICE float e4m3_value(u32 code) {
     float value;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(halves));
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(e4m3_halves(code)));
     return value;
 }
 
@@ -119,3 +128,6 @@ DEVICE u32 e8m0_code(float amax) {
 }
 DEVICE float e8m0_inverse(u32 e) { return as_float(e == 254u ? 0x00400000u : e == 255u ? 0x7FC00000u : (254u - e) << 23); }
 DEVICE float e8m0_value(u32 e) { return as_float(e == 0u ? 0x00400000u : e == 255u ? 0x7FC00000u : e << 23); }
+
+// FP8 block (contract section 7).
+DEVICE float fp8_block_scale(float amax) { return __fdiv_rn(at_least(amax, 1e-10f), 448.0f); }

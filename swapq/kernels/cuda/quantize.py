@@ -28,7 +28,8 @@ __all__ = [
 GROUPS = {"nvfp4": 128, "mxfp8": 64}
 #: 16-bit type that holds a format's operand values exactly
 OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
-_ROW, _TENSOR, _MXFP8 = 0, 1, 2
+_ROW, _TENSOR, _MXFP8, _FP8_BLOCK = 0, 1, 2, 3
+_KINDS = {"nvfp4": _ROW, "mxfp8": _MXFP8, "fp8_block": _FP8_BLOCK}  # of rows
 _THREADS = 256
 # Two blocks of the quantizer of stacks share the 228 KB of shared memory of a Hopper multiprocessor, 1 KB of each is CUDA's. Beside slices
 # a block has tables of factors, one fewer than slices, each counted with a share of amax and barriers.
@@ -70,7 +71,7 @@ def _launch(
     scope: tuple[Tensor, Tensor] | None,
     codes: Tensor,
     scales: Tensor | None,
-    global_scale: Tensor | None,
+    row_scale: Tensor | None,
     operand: bool,
     beside: bool = False,
 ) -> None:
@@ -85,26 +86,27 @@ def _launch(
         OPERAND=int(operand),
         BESIDE=int(beside),
         GATED=int(table is not None),
-        GROUP=GROUPS[fmt],
+        GROUP=GROUPS.get(fmt, 128),
     )
     encode, decode = scope or (None, None)
     per_scope = 1 if encode is None else rows // max(encode.numel(), 1)
     grid = (-(-rows // (_THREADS // lanes)),)
-    kernel.launch(grid, _THREADS, x, table, encode, decode, per_scope, rows, codes, scales, global_scale, overlap=True)
+    kernel.launch(grid, _THREADS, x, table, encode, decode, per_scope, rows, codes, scales, row_scale, overlap=True)
 
 
 def quantize_rows(x: Tensor, fmt: str, *, table: Tensor | None = None) -> Parts:
-    """Codes and scales of BF16 rows ``x [M, K]``, one FP32 scale per row in NVFP4.
+    """Codes and scales of BF16 rows ``x [M, K]``; one FP32 scale per row in NVFP4, per row and 128 of K in FP8 block.
 
     Args:
         table: BF16 ``[65536]``, the activation of every BF16 number: then ``x [M, 2K]`` holds gate and up, and what is quantized is
             ``bf16(table[gate]) * up`` (contract section 4).
     """
     form, k = formats.get(fmt), x.shape[-1] // (1 if table is None else 2)
-    kind = _ROW if fmt == "nvfp4" else _MXFP8
-    shapes = form.part_shapes((x.shape[0], k), scope="row" if kind == _ROW else form.default_scope)
+    kind = _KINDS[fmt]
+    shapes = form.part_shapes((x.shape[0], k), scope=form.default_scope if kind == _MXFP8 else "row")
     parts = {name: torch.empty(shape, dtype=form.dtypes[name], device=x.device) for name, shape in shapes.items()}
-    _launch(kind, fmt, x, k, table, None, parts["codes"], parts["scales"], parts.get("global_scale"), False)
+    bytes_, floats = (None, parts["scales"]) if kind == _FP8_BLOCK else (parts["scales"], parts.get("global_scale"))
+    _launch(kind, fmt, x, k, table, None, parts["codes"], bytes_, floats, False)
     return Parts(**parts)
 
 
@@ -178,6 +180,19 @@ def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None, beside: boo
     kind = _ROW if fmt == "nvfp4" else _MXFP8
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if kind == _ROW else None
     _launch(kind, fmt, x, k, table, None, values, None, scale, True, beside)
+    return RowOperand(values, scale)
+
+
+def fp8_operand(x: Tensor, *, table: Tensor | None = None) -> RowOperand:
+    """The operand of BF16 rows in FP8 block: E4M3 values in FP16, in their own order, and float32 scale ``[M, ceil(K / 128)]``.
+
+    Args:
+        table: as in :func:`quantize_rows`.
+    """
+    k = x.shape[-1] // (1 if table is None else 2)
+    values = torch.empty(x.shape[0], k, dtype=torch.float16, device=x.device)
+    scale = torch.empty(x.shape[0], -(-k // 128), dtype=torch.float32, device=x.device)
+    _launch(_FP8_BLOCK, "fp8_block", x, k, table, None, values, None, scale, True)
     return RowOperand(values, scale)
 
 

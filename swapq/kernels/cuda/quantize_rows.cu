@@ -1,10 +1,12 @@
-// Rows of a BF16 matrix to codes and scales, or to the exact operand of the GEMM: FP16 for NVFP4, BF16 for MXFP8 (contract sections 1 to 3).
+// Rows of a BF16 matrix to codes and scales, or to the exact operand of the GEMM: FP16 for NVFP4 and FP8 block, BF16 for MXFP8 (contract
+// sections 1 to 3 and 7).
 // A row belongs to LANES lanes of one warp; each takes 16 elements at a time and keeps them in registers between the two passes.
 //
 // -D K           elements of a row
 //    LANES       lanes that share a row: 8, 16 or 32
-//    FORMAT      NVFP4_ROW: one FP32 scale per row, computed here; NVFP4_TENSOR: the scopes' scales S and G are given; MXFP8
-//    OPERAND     1: write exact values in the order of the tensor core (see order.cuh) instead of codes and scales
+//    FORMAT      NVFP4_ROW: one FP32 scale per row, computed here; NVFP4_TENSOR: the scopes' scales S and G are given; MXFP8; FP8_BLOCK: one
+//                FP32 scale per 128 elements, the last of which may be fewer
+//    OPERAND     1: write exact values instead of codes and scales, in the order of the tensor core (see order.cuh); FP8_BLOCK in their own
 //    BESIDE      1: runs beside the kernel before it, with which it shares nothing, and waits for it at the end (dependent.cuh)
 //    GATED       1: x holds the halves gate and up of SwiGLU, [rows, 2K]; quantize bf16(table[gate]) * up
 #include "contract.cuh"
@@ -15,8 +17,10 @@
 #define NVFP4_ROW 0
 #define NVFP4_TENSOR 1
 #define MXFP8 2
+#define FP8_BLOCK 3
 
 constexpr int BLOCKS = K / 16, PER_LANE = (BLOCKS + LANES - 1) / LANES;
+constexpr int LONG = (K + 127) / 128;  // scales of a row of FP8_BLOCK
 constexpr bool WHOLE = BLOCKS % LANES == 0, HOLD = PER_LANE <= 16;
 
 // h = bf16(f32(bf16(act(gate))) * f32(up)): contract section 4. The table holds bf16(act(v)) of every BF16 v.
@@ -54,7 +58,7 @@ DEVICE u32 as_pair(float a, float b) { return FORMAT == MXFP8 ? bf16_pair(a, b) 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
     const u16* __restrict__ x, const u16* __restrict__ table, const float* __restrict__ encode, const float* __restrict__ decode,
     int rows_per_scope, int rows,
-    void* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ global_scale) {
+    void* __restrict__ codes, u8* __restrict__ scales, float* __restrict__ row_scale) {
     if (!BESIDE) {
         wait_for_previous();
         let_next_start();
@@ -80,13 +84,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
     top = fold_magnitude(top);
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
-    scale = ::global_scale(magnitude_value(top));
-    if (lane == 0 && here) global_scale[row] = scale.decode;
+    scale = global_scale(magnitude_value(top));
+    if (lane == 0 && here) row_scale[row] = scale.decode;
 #elif FORMAT == NVFP4_TENSOR
     scale.encode = encode[(int)at / rows_per_scope];
     scale.decode = decode[(int)at / rows_per_scope];
 #endif
-#if FORMAT != MXFP8
+#if FORMAT == NVFP4_ROW || FORMAT == NVFP4_TENSOR
     const float mult = __fmul_rn(scale.encode, as_float(0x3E2AAAABu));
 #endif
 #pragma unroll
@@ -108,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
         if (!mine || !here) continue;
         u32 words[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            words[j] = e4m3_pair(y[4 * j], y[4 * j + 1]) | e4m3_pair(y[4 * j + 2], y[4 * j + 3]) << 16;
+        for (int j = 0; j < 4; j++) words[j] = e4m3_word(y + 4 * j);
 #if OPERAND
         float v[16];
 #pragma unroll
@@ -119,6 +122,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
 #else
         ((uint4*)codes)[row * BLOCKS + block] = make_uint4(words[0], words[1], words[2], words[3]);
         if (lane % 2 == 0) scales[row * (BLOCKS / 2) + block / 2] = (u8)e;
+#endif
+#elif FORMAT == FP8_BLOCK
+#pragma unroll
+        for (int step = 4; step; step /= 2)  // a block is eight lanes
+            top_of_block = max(top_of_block, __shfl_xor_sync(0xFFFFFFFFu, top_of_block, step));
+        const float s = fp8_block_scale(magnitude_value(top_of_block));
+        scaled(b, __fdiv_rn(1.0f, s), y);
+        if (!mine || !here) continue;
+        u32 words[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) words[j] = e4m3_word(y + 4 * j);
+        if (block % 8 == 0) row_scale[row * LONG + block / 8] = s;
+#if OPERAND
+        u32 pairs[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) pairs[j] = e4m3_halves(words[j / 2] >> (16 * (j % 2)));
+        uint4* to = (uint4*)((u16*)codes + row * K + block * 16);
+        to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+#else
+        ((uint4*)codes)[row * BLOCKS + block] = make_uint4(words[0], words[1], words[2], words[3]);
 #endif
 #else
         const u32 s = block_scale_code(magnitude_value(top_of_block), mult) & 0xFFu;
@@ -138,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_rows(
 #endif
 #endif
     }
-#if OPERAND
+#if OPERAND && FORMAT != FP8_BLOCK
     // What lies between K and the next whole group of the order is zero: it adds nothing to a sum.
     if (here)
         for (int k8 = K / 8 + lane; k8 < PADDED_K / 8; k8 += LANES) store_zeros((u16*)codes + row * PADDED_K, k8 * 8);
