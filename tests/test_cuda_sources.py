@@ -29,7 +29,7 @@ KERNELS = [
         for g, b in ((0, 0), (1, 0), (0, 1))
         if not (f == 1 and (o or g))
     ),
-    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "IN_CACHE": 2, "WARPS": 12}),
+    ("quantize_stack", {"K": 768, "N": 100, "ROWS": 36, "TEAM": 3, "SLOTS": 4, "LEAD": 2, "WARPS": 12}),
     *(("quantize_columns", {"K": 768, "MODE": mode, "THREADS": 256}) for mode in (0, 1, 2)),
     *(("expand", {"K": 160, "NVFP4": nv, "GROUP": 128 if nv else 64, "THREADS": 256}) for nv in (0, 1)),
     *(
@@ -159,9 +159,8 @@ def test_the_slices_of_a_team_cover_a_matrix_and_fit_on_the_gpu(n: int, k: int) 
         "ROWS": team.rows,
         "TEAM": team.members,
         "SLOTS": team.slots,
-        "LEAD": team.slots - 2,
-        "IN_CACHE": 2,
-        "WARPS": 12,
+        "LEAD": min(quantize._STACK_LEAD, team.slots - 2),
+        "WARPS": quantize._STACK_WARPS,
     }
     cubin = program.compile_source("quantize_stack.cu", "sm_90", tuple(sorted(constants.items())))
     # 1 KB of a block that is CUDA's is in the section

@@ -28,9 +28,6 @@ DEVICE void bulk_copy(void* to, const void* from, u32 bytes, Arrival* a) {
                  : "memory");
 }
 // To the level-2 cache alone.
-DEVICE void bulk_prefetch(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 DEVICE void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // One unit, started by each thread for itself.
 DEVICE void copy_unit(void* to, const void* from) {

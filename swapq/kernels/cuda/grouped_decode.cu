@@ -259,6 +259,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) grouped_decode(
 #endif
 #if TILES > 3
     if (count > 24) return run<4>(a, tokens, &arrival, &known);
+#endif
+#if TILES > 2
     if (count > 16) return run<3>(a, tokens, &arrival, &known);
 #endif
 #if TILES > 1

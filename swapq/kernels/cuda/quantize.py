@@ -34,8 +34,7 @@ _THREADS = 256
 # Two blocks of the quantizer of stacks share the 228 KB of shared memory of a Hopper multiprocessor, 1 KB of each is CUDA's. Beside slices
 # a block has tables of factors, one fewer than slices, each counted with a share of amax and barriers.
 _STACK_BYTES, _TABLE_BYTES = 113 << 10, 768
-_STACK_WARPS = 12
-_STACK_IN_CACHE = 2  # matrices, a few MB each
+_STACK_WARPS, _STACK_LEAD = 8, 2
 
 
 class RowOperand(NamedTuple):
@@ -154,16 +153,16 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     *lead, n, k = x.shape
     matrices = codes.shape[:-2].numel()
     decode = torch.empty(lead, dtype=torch.float32, device=x.device)
-    scopes = torch.zeros(matrices, 2, dtype=torch.int32, device=x.device)
+    tops = torch.zeros(matrices, team.members, dtype=torch.int32, device=x.device)
     kernel = program(
-        "quantize_stack", x.device, K=k, N=n, ROWS=team.rows, TEAM=team.members, SLOTS=team.slots, LEAD=team.slots - 2,
-        IN_CACHE=_STACK_IN_CACHE, WARPS=_STACK_WARPS,
+        "quantize_stack", x.device, K=k, N=n, ROWS=team.rows, TEAM=team.members, SLOTS=team.slots,
+        LEAD=min(_STACK_LEAD, team.slots - 2), WARPS=_STACK_WARPS,
     )  # fmt: skip
     shared = team.slots * team.rows * k * 2
     kernel.allow_shared_memory(shared)
     grid = (team.members * min(team.teams, matrices),)
     kernel.launch(
-        grid, 32 * _STACK_WARPS + 96, x, matrices, scopes, codes, scales, decode, shared=shared, together=True
+        grid, 32 * _STACK_WARPS + 96, x, matrices, tops, codes, scales, decode, shared=shared, together=True
     )
     return Parts(codes, scales, decode)
 

@@ -10,18 +10,17 @@
 //    TEAM         blocks that share a matrix: ceil(N / ROWS)
 //    SLOTS        slices that a block holds at a time, of consecutive matrices of its team
 //    LEAD         matrices between the amax of one and the codes of another, less than SLOTS: what hides the wait for the team
-//    IN_CACHE     matrices ahead of a slot that a slice goes to the level-2 cache: with LEAD of the slots waiting for scales and one being
-//                 written, a single slot is on its way from memory
 //    WARPS
 // All blocks of the grid must be on the GPU at once (cooperative launch): a team waits for its own members. Two share a multiprocessor.
+// How long a slice stays bounds the speed, so what the team shares takes one trip to the level-2 cache and one back.
+//
+// tops: 0 at first, [matrices, TEAM]; the amax of each slice as BF16 bits, with the highest bit set to say that it is there.
 #include "contract.cuh"
 #include "bulk_copy.cuh"
 
 constexpr int BLOCKS = K / 16, SLICE = ROWS * K;  // elements
 constexpr int THREADS = 32 * WARPS;               // that compute
 constexpr u32 COPY = 16384;                       // bytes of one copy at most
-
-struct Scope { u32 top, done; };
 
 // A slot's barriers: its slice is here; every warp has its amax; the matrix's scales are here; every warp has written its codes.
 struct Slot { Arrival full, taken, known, free; };
@@ -43,8 +42,31 @@ DEVICE u32 folded(u32 pair) {
     return most & 0x7FFFu;
 }
 
+// Tops carry their own news: nothing else is published with them, so that no fence is needed.
+constexpr u32 THERE = 0x80000000u;
+DEVICE void store_relaxed(u32* at, u32 value) { asm volatile("st.relaxed.gpu.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory"); }
+DEVICE u32 load_relaxed(const u32* at) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// The highest of a team's tops, once all are there; for a whole warp.
+DEVICE u32 highest(const u32* tops, int lane) {
+    u32 most, least;
+    do {
+        most = THERE, least = THERE;
+#pragma unroll
+        for (int i = 0; i < (TEAM + 31) / 32; i++) {
+            const u32 top = i * 32 + lane < TEAM ? load_relaxed(tops + i * 32 + lane) : THERE;
+            most = max(most, top), least = min(least, top);
+        }
+    } while (!__all_sync(0xFFFFFFFFu, least >= THERE));
+    return __reduce_max_sync(0xFFFFFFFFu, most) & ~THERE;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
-    const u16* __restrict__ x, int matrices, Scope* scopes, uint2* __restrict__ codes, u8* __restrict__ scales,
+    const u16* __restrict__ x, int matrices, u32* tops, uint2* __restrict__ codes, u8* __restrict__ scales,
     float* __restrict__ global_scales) {
     extern __shared__ __align__(128) u16 slices[];  // [SLOTS][SLICE]
     __shared__ Slot slots[SLOTS];
@@ -65,30 +87,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
         if (role == 0 && lane) return;
         for (int i = 0; i < count; i++) {
             const int slot = i % SLOTS, matrix = team + i * teams;
-            Scope* scope = scopes + matrix;
+            u32* of_team = tops + (size_t)matrix * TEAM;
             if (role == 0) {
+                if (i >= SLOTS) arrival_wait(&slots[slot].free, round(i - SLOTS));
                 const u32 bytes = (u32)rows * K * 2;
                 const u8* from = (const u8*)(x + ((size_t)matrix * N + first_row) * K);
-                const u8* later = from + (size_t)IN_CACHE * teams * N * K * 2;
-                if (i + IN_CACHE < count)
-                    for (u32 at = 0; at < bytes; at += COPY) bulk_prefetch(later + at, min(COPY, bytes - at));
-                if (i >= SLOTS) arrival_wait(&slots[slot].free, round(i - SLOTS));
                 u8* to = (u8*)(slices + slot * SLICE);
                 arrival_expect(&slots[slot].full, bytes);
                 for (u32 at = 0; at < bytes; at += COPY) bulk_copy(to + at, from + at, min(COPY, bytes - at), &slots[slot].full);
             } else if (role == 1) {
                 arrival_wait(&slots[slot].taken, round(i));
                 const u32 top = __reduce_max_sync(0xFFFFFFFFu, lane < WARPS ? warp_top[slot][lane] : 0);
-                if (lane == 0) {
-                    atomicMax(&scope->top, top);
-                    __threadfence();
-                    atomicAdd(&scope->done, 1u);
-                }
-                __syncwarp();
+                if (lane == 0) store_relaxed(of_team + member, top | THERE);
             } else {
-                while (*(volatile u32*)&scope->done < TEAM) {}
-                __threadfence();
-                const GlobalScale scale = global_scale(magnitude_value(*(volatile u32*)&scope->top));
+                const u32 top = highest(of_team, lane);
+                const GlobalScale scale = global_scale(magnitude_value(top));
+                if (i > LEAD) arrival_wait(&slots[(i - LEAD - 1) % SLOTS].free, round(i - LEAD - 1));  // its table is replaced now
                 Scales& known = tables[i % (LEAD + 1)];
                 for (int code = lane; code < 128; code += 32) known.factor[code] = block_factor(e4m3_value(code), scale.decode);
                 __syncwarp();
