@@ -2,8 +2,8 @@
 
     python -m benchmarks.hopper.linear_shapes [mxfp8] [nvfp4]
 
-For whoever sets ``_dense_shape`` and ``_dense_tokens`` in ``swapq/kernels``. Beside them: the weight expanded, then the GEMM, and BF16 in
-torch. No bit may depend on the choice: a candidate whose bits differ is an error.
+For whoever sets ``_ALONE`` in ``swapq/kernels/cuda/grouped_decode.py`` and ``_dense_tokens`` in ``swapq/kernels/fast.py``. Beside them: the
+weight expanded, then the GEMM, and BF16 in torch. No bit may depend on the choice: a candidate whose bits differ is an error.
 """
 
 import argparse
@@ -14,7 +14,6 @@ from multiprocessing import get_context
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import swapq
 from benchmarks.hopper.timing import graphed
@@ -27,17 +26,22 @@ from swapq.kernels.cuda.tiles import dense_tiles
 ROWS = (1, 16, 64, 128, 256)
 S = decode.Shape
 SHAPES = (
-    S(2, 8, 2, 2), S(2, 4, 2, 4), S(1, 8, 2, 4), S(1, 8, 4, 2), S(1, 4, 2, 6), S(1, 4, 4, 4), S(1, 4, 4, 2), S(1, 2, 4, 4), S(1, 2, 8, 4),
-    S(1, 1, 4, 8), S(1, 1, 8, 8), S(1, 4, 2, 4, 4), S(1, 2, 2, 8, 4), S(1, 1, 4, 8, 4),
+    *decode._ALONE, S(1, 8, 2, 4), S(1, 4, 2, 6), S(1, 4, 4, 4), S(1, 2, 4, 4), S(1, 4, 2, 4, 4), S(1, 2, 2, 8, 4),
 )  # fmt: skip
 #: attention's projections of Qwen3-30B-A3B, and a head: N, K
 MATRICES = {"qkv": (5120, 2048), "o": (2048, 4096), "head": (32768, 2048)}
-_BYTES = 256 << 20  # of weights in rotation, so that no cache holds them
+_BYTES = 128 << 20  # of weights in rotation, so that no cache holds them
 
 
 def tiles(rows: int) -> Iterator[int]:
     """Slots of a tile."""
-    yield from (8,) if rows <= 8 else (8, 16) if rows <= 16 else (16, 32, 64)
+    yield from (8,) if rows <= 8 else (16,) if rows <= 16 else (32, 64)
+
+
+def usual(n: int, rows: int) -> str:
+    """What runs where nothing is said, up to four tiles."""
+    cut = dense_tiles(rows, fast._dense_tokens(rows))
+    return f"{cut.tokens} {tuple(decode._shape_alone(n, cut.most))}"
 
 
 def build(case: tuple[str, str, int, decode.Shape]) -> None:
@@ -73,12 +77,16 @@ def main() -> None:
     formats, console = parser.parse_args().formats, Console(width=190)
     if unknown := set(formats) - set(GROUPS):
         parser.error(f"no kernel for few rows reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
-    cases = [(f, m, t, s) for f in formats for m in MATRICES for t in (8, 16, 32, 64) for s in SHAPES]
+    cases = [
+        (f, m, t, s)
+        for f in formats
+        for m in MATRICES
+        for t in sorted({*map(fast._dense_tokens, ROWS), 16, 32})
+        for s in SHAPES
+    ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
         list(pool.map(build, cases))
-    table = Table(title=torch.cuda.get_device_name())
-    for column in ("format", "matrix", "rows", "BF16", "fastest: us, slots of a tile, shape"):
-        table.add_column(column)
+    console.print(f"{torch.cuda.get_device_name()}; us, slots of a tile, shape, the fastest first")
     for name, (n, k) in MATRICES.items():
         made = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(1 + _BYTES // (n * k))]
         for fmt in formats:
@@ -88,10 +96,11 @@ def main() -> None:
                 x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
                 bf16 = graphed(lambda made=made, x=x: [torch.nn.functional.linear(x, w) for w in made], 3) / len(made)  # type: ignore[misc]
                 found = times(fmt, rows, weights)
-                usual = next(us for us, what in found if what == "expanded")
-                line = "  ".join(f"{us:.1f} {what}" for us, what in found[:6])
-                table.add_row(fmt, name, str(rows), f"{bf16:.1f}", f"{line}  (expanded {usual:.1f})")
-    console.print(table)
+                line = "  ".join(f"{us:.1f} {what}" for us, what in found[:5])
+                others = [f"{us:.1f} {what}" for us, what in found if what in ("expanded", usual(n, rows))]
+                console.print(
+                    f"{fmt} {name}, {rows} rows, BF16 {bf16:.1f}: {line}; {', '.join(others)}", highlight=False
+                )
 
 
 if __name__ == "__main__":

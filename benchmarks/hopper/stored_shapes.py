@@ -2,8 +2,8 @@
 
     python -m benchmarks.hopper.stored_shapes [fp8_block] [int4]
 
-For whoever sets the shape in ``swapq/kernels/stored_gemm.py``. As long as one shape serves every number of rows no bit depends on it; a
-choice by the number of rows needs candidates with the same bits, so those with others are marked.
+For whoever sets ``tile_slots`` and ``_shape`` in ``swapq/kernels/stored_gemm.py``. The choice goes by the number of rows, so candidates
+whose bits differ are marked and must not be chosen: few rows as the left operand make Triton take other sixteens of K together.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from swapq import formats
 from swapq.formats import Parts
 from swapq.kernels import stored
 from swapq.kernels.cuda.tiles import route
-from swapq.kernels.stored_gemm import TILE_ROWS, Shape, stored_gemm
+from swapq.kernels.stored_gemm import Shape, stored_gemm
 
 FORMATS = ("fp8_block", "int4")
 TOKENS = (1, 16, 64, 256, 1024, 8192)
-USUAL = Shape()
+TILE_ROWS, USUAL = 128, Shape()  # what all others must equal
 LEFT = [Shape(columns, warps, stages, True) for columns, warps in ((128, 8), (128, 4), (64, 4)) for stages in (3, 4)]
 TILES = (16, 32, 64, 128)
 SHAPES = (USUAL, *LEFT)

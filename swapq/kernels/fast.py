@@ -61,7 +61,7 @@ def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
 
 
 def _dense_tokens(rows: int) -> int:
-    return 8 if rows <= 8 else 32 if rows <= 32 else 64
+    return 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
 def stored_block(

@@ -3,8 +3,9 @@
     fp8_block   y = sum over 128-long slices of K, ascending, of  f32(x_codes @ w_codes.T) * f32(s_x * s_w)
     int4        y = x @ bf16(code * s).T, even elements of K in front of odd ones within each BK
 
-One shape of blocks serves every number of rows, so a row's bits depend on nothing but the row and the weights, in the trainer and in the
-engine. Sums are float32 where the reference's are rounded from float64: equal to it up to the order of sums.
+Few rows go through narrow tiles with the weights as the left operand, many through wide ones. All these shapes take the same sixteens of K
+in the same order (benchmarks.hopper.stored_shapes compares their bits), so a row's bits depend on nothing but the row and the weights, in
+the trainer and in the engine. Sums are float32 where the reference's are rounded from float64: equal to it up to the order of sums.
 """
 
 from typing import NamedTuple
@@ -18,9 +19,8 @@ from swapq.formats import Operand
 from swapq.kernels.cuda.tiles import Tiles
 from swapq.kernels.tile_rows import tile_rows
 
-__all__ = ["TILE_ROWS", "Shape", "stored_gemm"]
+__all__ = ["Shape", "stored_gemm", "tile_slots"]
 
-TILE_ROWS = 64
 _SLICE = 128
 
 
@@ -31,6 +31,52 @@ class Shape(NamedTuple):
     warps: int = 8
     stages: int = 3
     left: bool = False
+
+
+def tile_slots(int4: bool, slots: int, experts: int) -> int:
+    """Slots in a tile, by how many an expert has on average. No result depends on it."""
+    mean = slots / experts
+    few, some = (8, 24) if int4 else (16, 64)
+    return 16 if mean <= few else 32 if mean <= some else 128
+
+
+def _shape(int4: bool, slots: int) -> Shape:
+    """What was fastest on an H200 for tiles of so many slots. No result depends on it."""
+    if int4:
+        return Shape(128, 8, 3) if slots == 128 else Shape(128, 4, 3, left=True)
+    return Shape(128 if slots == 16 else 64, 4, 3, left=True)
+
+
+@triton.jit
+def _int4_values(both):
+    """Two's complement codes as BF16, low and high nibbles of each byte.
+
+    A code with its sign bit turned over, 0 to 15, is put below the exponent of 128, where BF16 counts in ones, and 136 is taken away.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, ones;
+        mov.b32 ones, 0x43084308;
+        lop3.b32 low, $4, 0x0F0F0F0F, 0x08080808, 0x6A;
+        shr.b32 high, $4, 4;
+        lop3.b32 high, high, 0x0F0F0F0F, 0x08080808, 0x6A;
+        prmt.b32 $0, low, 0x43434343, 0x4140;
+        prmt.b32 $1, low, 0x43434343, 0x4342;
+        prmt.b32 $2, high, 0x43434343, 0x4140;
+        prmt.b32 $3, high, 0x43434343, 0x4342;
+        sub.rn.bf16x2 $0, $0, ones;
+        sub.rn.bf16x2 $1, $1, ones;
+        sub.rn.bf16x2 $2, $2, ones;
+        sub.rn.bf16x2 $3, $3, ones;
+        }
+        """,
+        "=r,=r,=r,=r,r",
+        [both],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -57,19 +103,17 @@ def _kernel(
             even, odd = tl.split(tl.reshape(pairs, (BM, BK // 2, 2)))
             byte = start // 2 + tl.arange(0, BK // 2)
             here = byte < K // 2
-            block = byte // (GROUP // 2)
+            # one scale for all of BK, or some
+            block = (start // GROUP + tl.arange(0, 1)) if GROUP % BK == 0 else byte // (GROUP // 2)
             if LEFT:
-                both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0).to(
-                    tl.int32
-                )
-                scale = tl.load(scales + line[:, None] * BLOCKS + block[None, :], mask=here[None, :], other=0.0)
+                both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0)
+                scale = tl.load(scales + line[:, None] * BLOCKS + block[None, :], mask=(block < BLOCKS)[None, :], other=0.0)
             else:
-                both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0).to(
-                    tl.int32
-                )
-                scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=here[:, None], other=0.0)
-            low = ((((both & 15) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)  # two's complement
-            high = ((((both >> 4) ^ 8) - 8).to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
+                both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0)
+                scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=(block < BLOCKS)[:, None], other=0.0)
+            low, high = _int4_values(both)
+            low = (low.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
+            high = (high.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             if LEFT:
                 acc = tl.dot(low, tl.trans(even), acc)
                 acc = tl.dot(high, tl.trans(odd), acc)
@@ -120,14 +164,14 @@ def stored_gemm(
             ``[M, ceil(K/128)]``; BF16 without scale beside INT4.
         codes: uint8 ``[E, N, K]``, E4M3 bits; or ``[E, N, K/2]``, two INT4 codes a byte.
         scales: float32 ``[E, S, ceil(K/128)]``; or BF16 ``[E, N, K/group]``.
-        tiles: of ``TILE_ROWS`` slots.
+        tiles: of :func:`tile_slots` slots.
         group: elements that share a scale of INT4; 0 says that the codes are E4M3.
         scale_row: int32 ``[N]``, row of ``scales`` of each row of the weight (E4M3).
         in_order: as in :func:`swapq.kernels.grouped_gemm.grouped_gemm`.
         bias: float32 ``[E, N]`` or None.
         shape: for measurements; chosen if it is not given.
     """
-    shape = shape or Shape()
+    shape = shape or _shape(group > 0, tiles.tokens)
     n, k = codes.shape[1], x.values.shape[1]
     out = torch.empty(tiles.rows, n, dtype=torch.bfloat16, device=codes.device)
     grid = (tiles.most * triton.cdiv(n, shape.columns),)

@@ -39,6 +39,23 @@ def test_a_row_has_the_same_bits_in_every_batch(fmt: str, hidden: int, inner: in
         assert torch.equal(few, many[:tokens]), tokens
 
 
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "sparse"])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(416, 256), (1536, 2048), (2048, 768)])
+def test_no_bit_depends_on_the_tile(n: int, k: int, fmt: str, kind: str) -> None:
+    from swapq.kernels.cuda.tiles import route
+    from swapq.kernels.stored import _product, _rows
+
+    form = formats.get(fmt)
+    w = form.stored(swapq.quantize(sample(kind, E, n, k, seed=1), fmt).parts)
+    x, ids = sample(kind, 200, k, seed=2), routed(200)[1]
+    rows = _rows(x, fmt)
+    products = [_product(rows, w, fmt, form.default_scope, route(ids, E, slots), spread=True) for slots in (16, 32, 128)]
+    assert products[0].isfinite().all()
+    for other in products[1:]:
+        assert torch.equal(other.view(torch.int16), products[0].view(torch.int16))
+
+
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "tiny", "sparse"])
 @pytest.mark.parametrize("k", [208, 768])
 def test_rows_for_fp8_weights_are_the_codes_of_what_swiglu_gives(k: int, kind: str) -> None:

@@ -22,6 +22,7 @@
 #include "bulk_copy.cuh"
 #include "weights.cuh"
 
+static_assert(8 * TILES <= 32 * WARPS, "each token of a tile is asked for by a thread");
 constexpr int TOKENS = 8 * TILES, STEPS = PADDED_K / GROUP, CHUNK_STEPS = CHUNK / GROUP;
 constexpr int STRIDE = CHUNK + 16;  // 32 bytes more than a multiple of 128: eight rows fall on different banks
 constexpr int OUT = GATED ? N / 2 : N, ROWS = GATED ? 8 : 16;  // output rows of a tile of 16 weight rows

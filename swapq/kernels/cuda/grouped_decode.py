@@ -34,12 +34,24 @@ def tile_tokens(slots: int, experts: int) -> int:
 
 
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
-    """What was fastest on an H200. No result depends on it."""
+    """What was fastest on an H200 for a stack of matrices. No result depends on it."""
     if tokens > 8:
         return Shape(2, 8, 2, 2)
     if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
-        return Shape(1, 8, 2, 4) if gated else Shape(1, 4, 2, 6)
-    return Shape(2, 8, 2, 2) if gated else Shape(1, 8, 2, 4)
+        return Shape(1, 8, 2, 3, 2) if gated else Shape(1, 4, 2, 6, 2 if fmt == "mxfp8" else 0)
+    if gated:
+        return Shape(1, 4, 2, 6) if fmt == "nvfp4" else Shape(2, 8, 2, 2)
+    return Shape(1, 8, 2, 4)
+
+
+#: of a single matrix, whose blocks are few: the fewer rows a block has, the more of each are on their way
+_ALONE = (Shape(2, 8, 2, 2), Shape(1, 8, 4, 2), Shape(1, 4, 8, 2), Shape(1, 2, 8, 4))
+
+
+def _shape_alone(n: int, tiles: int) -> Shape:
+    """The largest of ``_ALONE`` that leaves few multiprocessors without work. No result depends on it."""
+    enough = (s for s in _ALONE if -(-n // (16 * s.m_tiles * s.warps)) * tiles >= 100)
+    return next(enough, _ALONE[-1])
 
 
 @lru_cache(maxsize=512)
@@ -99,7 +111,13 @@ def grouped_decode(
         overlap: begin while the kernel launched before ends. It may have made ``x``, but neither ``w`` nor ``tiles``.
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
-    shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, w.codes.shape[0]))
+    if shape is None:
+        experts = w.codes.shape[0]
+        shape = (
+            _shape(fmt, n, tiles.tokens, gated, min(tiles.most, experts))
+            if experts > 1 or gated
+            else _shape_alone(n, tiles.most)
+        )
     kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape)
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)

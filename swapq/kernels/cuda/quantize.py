@@ -34,7 +34,7 @@ _THREADS = 256
 # Two blocks of the quantizer of stacks share the 228 KB of shared memory of a Hopper multiprocessor, 1 KB of each is CUDA's. Beside slices
 # a block has tables of factors, one fewer than slices, each counted with a share of amax and barriers.
 _STACK_BYTES, _TABLE_BYTES = 113 << 10, 768
-_STACK_WARPS, _STACK_LEAD = 8, 2
+_STACK_WARPS, _STACK_LEAD = 4, 2
 
 
 class RowOperand(NamedTuple):

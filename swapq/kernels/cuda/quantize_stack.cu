@@ -22,7 +22,7 @@ constexpr int BLOCKS = K / 16, SLICE = ROWS * K;  // elements
 constexpr int THREADS = 32 * WARPS;               // that compute
 constexpr u32 COPY = 16384;                       // bytes of one copy at most
 
-// A slot's barriers: its slice is here; every warp has its amax; the matrix's scales are here; every warp has written its codes.
+// A slot's barriers: its slice is here; every warp has its amax; the matrix's scales are here; every thread has written its codes.
 struct Slot { Arrival full, taken, known, free; };
 
 // What follows from a matrix's amax: what the amax of a block is multiplied by, and the factor of a block for each code of its scale.
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
     auto round = [](int i) { return (u32)(i / SLOTS & 1); };
     if (threadIdx.x < SLOTS) {
         Slot* s = slots + threadIdx.x;
-        arrival_init(&s->full, 1), arrival_init(&s->taken, WARPS), arrival_init(&s->known, 1), arrival_init(&s->free, WARPS);
+        arrival_init(&s->full, 1), arrival_init(&s->taken, WARPS), arrival_init(&s->known, 32), arrival_init(&s->free, THREADS);
     }
     __syncthreads();
 
@@ -105,13 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
                 if (i > LEAD) arrival_wait(&slots[(i - LEAD - 1) % SLOTS].free, round(i - LEAD - 1));  // its table is replaced now
                 Scales& known = tables[i % (LEAD + 1)];
                 for (int code = lane; code < 128; code += 32) known.factor[code] = block_factor(e4m3_value(code), scale.decode);
-                __syncwarp();
                 if (lane == 0) {
                     known.mult = __fmul_rn(scale.encode, as_float(0x3E2AAAABu));
                     if (member == 0) global_scales[matrix] = scale.decode;
-                    arrival_arrive(&slots[slot].known);
                 }
-                __syncwarp();
+                arrival_arrive(&slots[slot].known);
             }
         }
         return;
@@ -158,7 +156,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 96, 2) quantize_stack(
             *scale = (u8)s;
             one_half += 2 * THREADS, other_half += 2 * THREADS, code += THREADS, scale += THREADS;
         }
-        __syncwarp();
-        if (lane == 0) arrival_arrive(&slots[slot].free);
+        arrival_arrive(&slots[slot].free);
     }
 }
