@@ -2,8 +2,8 @@
 
     python -m benchmarks.hopper.linear_shapes [mxfp8] [nvfp4]
 
-For whoever sets ``_ALONE`` in ``swapq/kernels/cuda/grouped_decode.py`` and ``_dense_tokens`` in ``swapq/kernels/fast.py``. Beside them: the
-weight expanded, then the GEMM, and BF16 in torch. No bit may depend on the choice: a candidate whose bits differ is an error.
+For whoever sets ``_shape_alone`` in ``swapq/kernels/cuda/grouped_decode.py`` and ``_dense_tokens`` in ``swapq/kernels/fast.py``. Beside
+them: the weight expanded, then the GEMM, and BF16 in torch. No bit may depend on the choice: a candidate whose bits differ is an error.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from swapq.kernels.cuda.tiles import dense_tiles
 ROWS = (1, 16, 64, 128, 256)
 S = decode.Shape
 SHAPES = (
-    *decode._ALONE, S(1, 8, 2, 4), S(1, 4, 2, 6), S(1, 4, 4, 4), S(1, 2, 4, 4), S(1, 4, 2, 4, 4), S(1, 2, 2, 8, 4),
+    S(2, 8, 2, 2), S(1, 8, 4, 2), S(1, 4, 8, 2), S(1, 2, 8, 4), S(1, 8, 2, 4), S(1, 4, 2, 6), S(1, 4, 4, 4), S(1, 2, 4, 4),
+    S(1, 4, 2, 4, 4), S(1, 2, 2, 8, 4),
 )  # fmt: skip
 #: attention's projections of Qwen3-30B-A3B, and a head: N, K
 MATRICES = {"qkv": (5120, 2048), "o": (2048, 4096), "head": (32768, 2048)}
@@ -40,7 +41,7 @@ def tiles(rows: int) -> Iterator[int]:
 
 def usual(n: int, rows: int) -> str:
     """What runs where nothing is said, up to four tiles."""
-    cut = dense_tiles(rows, fast._dense_tokens(rows))
+    cut = dense_tiles(rows, fast._dense_tokens(rows, n))
     return f"{cut.tokens} {tuple(decode._shape_alone(n, cut.most))}"
 
 
@@ -77,13 +78,7 @@ def main() -> None:
     formats, console = parser.parse_args().formats, Console(width=190)
     if unknown := set(formats) - set(GROUPS):
         parser.error(f"no kernel for few rows reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
-    cases = [
-        (f, m, t, s)
-        for f in formats
-        for m in MATRICES
-        for t in sorted({*map(fast._dense_tokens, ROWS), 16, 32})
-        for s in SHAPES
-    ]
+    cases = [(f, m, t, s) for f in formats for m in MATRICES for t in (8, 16, 32, 64) for s in SHAPES]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
         list(pool.map(build, cases))
     console.print(f"{torch.cuda.get_device_name()}; us, slots of a tile, shape, the fastest first")

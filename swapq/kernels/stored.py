@@ -27,15 +27,19 @@ def routed_rows(
     x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, *, gather: bool
 ) -> Tensor:
     """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
-    tiles = tiles_of(routing, _slots(fmt, sum(routing.counts), w.codes.shape[0]))
+    from swapq.kernels.stored_gemm import tile_slots
+
+    tiles = tiles_of(routing, tile_slots(sum(routing.counts), w.codes.shape[0]))
     return _product(_rows(aligned(x), fmt), w, fmt, scope, tiles, spread=gather, in_order=True, bias=bias)
 
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
+    from swapq.kernels.stored_gemm import tile_slots
+
     rows = aligned(x.to(torch.bfloat16).reshape(-1, x.shape[-1]))
     one, scope = Parts(w.codes[None], w.scales[None]), scope or formats.get(fmt).default_scope
-    tiles = dense_tiles(rows.shape[0], _slots(fmt, rows.shape[0], 1))
+    tiles = dense_tiles(rows.shape[0], tile_slots(rows.shape[0], 1))
     y = _product(_rows(rows, fmt), one, fmt, scope, tiles, spread=False, bias=None if bias is None else bias[None])
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -53,8 +57,10 @@ def stored_block(
     local_of: Tensor | None = None,
 ) -> Tensor:
     """The block of contract section 4, as :func:`swapq.kernels.fast.stored_block`; ``scope`` is that of ``gate_up``."""
+    from swapq.kernels.stored_gemm import tile_slots
+
     experts, default = gate_up.codes.shape[0], formats.get(fmt).default_scope
-    tiles = route(ids, experts, _slots(fmt, ids.numel(), experts), local_of=local_of)
+    tiles = route(ids, experts, tile_slots(ids.numel(), experts), local_of=local_of)
     h = _product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True)
     y = _product(_rows(h, fmt, table), down, fmt, default, tiles, spread=False)
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
@@ -63,12 +69,6 @@ def stored_block(
 def epilogue_bias(bias: Tensor | None) -> Tensor | None:
     """A bias as kernels add it: float32, rounded to BF16 first (contract section 3)."""
     return None if bias is None else bias.to(torch.bfloat16).float().contiguous()
-
-
-def _slots(fmt: str, slots: int, experts: int) -> int:
-    from swapq.kernels.stored_gemm import tile_slots
-
-    return tile_slots(fmt != "fp8_block", slots, experts)
 
 
 def _rows(x: Tensor, fmt: str, table: Tensor | None = None) -> Operand:

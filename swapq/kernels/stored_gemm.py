@@ -33,17 +33,16 @@ class Shape(NamedTuple):
     left: bool = False
 
 
-def tile_slots(int4: bool, slots: int, experts: int) -> int:
+def tile_slots(slots: int, experts: int) -> int:
     """Slots in a tile, by how many an expert has on average. No result depends on it."""
     mean = slots / experts
-    few, some = (8, 24) if int4 else (16, 64)
-    return 16 if mean <= few else 32 if mean <= some else 128
+    return 16 if mean <= 8 else 32 if mean <= 64 else 128
 
 
 def _shape(int4: bool, slots: int) -> Shape:
     """What was fastest on an H200 for tiles of so many slots. No result depends on it."""
     if int4:
-        return Shape(128, 8, 3) if slots == 128 else Shape(128, 4, 3, left=True)
+        return Shape(128, 8, 3, left=slots < 128)
     return Shape(128 if slots == 16 else 64, 4, 3, left=True)
 
 

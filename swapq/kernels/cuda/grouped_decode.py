@@ -44,14 +44,9 @@ def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
     return Shape(1, 8, 2, 4)
 
 
-#: of a single matrix, whose blocks are few: the fewer rows a block has, the more of each are on their way
-_ALONE = (Shape(2, 8, 2, 2), Shape(1, 8, 4, 2), Shape(1, 4, 8, 2), Shape(1, 2, 8, 4))
-
-
 def _shape_alone(n: int, tiles: int) -> Shape:
-    """The largest of ``_ALONE`` that leaves few multiprocessors without work. No result depends on it."""
-    enough = (s for s in _ALONE if -(-n // (16 * s.m_tiles * s.warps)) * tiles >= 100)
-    return next(enough, _ALONE[-1])
+    """The same for a single matrix, whose blocks are few: the fewer there are, the more codes each has on their way."""
+    return Shape(1, 8, 4, 2) if 2 * -(-n // 128) * tiles >= 132 else Shape(1, 4, 8, 2)
 
 
 @lru_cache(maxsize=512)
