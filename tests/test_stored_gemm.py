@@ -1,4 +1,7 @@
-"""The Triton GEMM of FP8 block and INT4 without a GPU: Triton's interpreter runs it in a process of its own, beside the reference."""
+"""The Triton GEMM of FP8 block and INT4 without a GPU: Triton's interpreter runs it in a process of its own, beside the reference.
+
+The interpreter knows no assembly: INT4 codes go the way that a few lines of it stand for.
+"""
 
 import os
 import subprocess
@@ -28,6 +31,13 @@ from swapq.kernels import sliced, stored
 from swapq.kernels.cuda.tiles import dense_tiles, tiles_of
 from swapq.kernels.reference import grouped_forward
 from swapq.kernels.routing import Routing
+
+def fp8_operand(x, *, table=None):  # the quantizer of rows is a CUDA kernel
+    form = formats.get("fp8_block")
+    parts = form.quantize(x, scope="row")
+    return Operand(parts.codes.to(torch.float16), parts.scales.contiguous())
+
+stored.fp8_operand = fp8_operand
 
 """
 

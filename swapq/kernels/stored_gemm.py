@@ -48,9 +48,10 @@ def _shape(int4: bool, slots: int) -> Shape:
 
 @triton.jit
 def _int4_values(both):
-    """Two's complement codes as BF16, low and high nibbles of each byte.
+    """``((byte & 15) ^ 8) - 8`` and ``((byte >> 4) ^ 8) - 8`` as BF16: two's complement codes in low and high nibbles.
 
-    A code with its sign bit turned over, 0 to 15, is put below the exponent of 128, where BF16 counts in ones, and 136 is taken away.
+    A GPU converts integers slowly. So a code with its sign bit turned over, 0 to 15, is put below the exponent of 128, where BF16 counts
+    in ones, and 136 is taken away.
     """
     return tl.inline_asm_elementwise(
         """
@@ -83,7 +84,7 @@ def _kernel(
     x, x_scale, codes, scales, scale_row, bias, slots, tiles, y, rows, top_k,
     N, K, BLOCKS, SCALE_ROWS,
     INT4: tl.constexpr, SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BN)
     tile = tl.program_id(0) // blocks
@@ -110,7 +111,11 @@ def _kernel(
             else:
                 both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0)
                 scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=(block < BLOCKS)[:, None], other=0.0)
-            low, high = _int4_values(both)
+            if ASSEMBLY:
+                low, high = _int4_values(both)
+            else:
+                low = ((both.to(tl.int32) & 15) ^ 8) - 8
+                high = ((both.to(tl.int32) >> 4) ^ 8) - 8
             low = (low.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             high = (high.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             if LEFT:
@@ -179,7 +184,8 @@ def stored_gemm(
             x.values, x.scale, codes, scales, scale_row, bias, tiles.slots, tiles.table, out, tiles.rows, tiles.top_k,
             n, k, scales.shape[-1], scales.shape[-2],
             INT4=group > 0, SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, HAS_BIAS=bias is not None, GROUP=group,
-            LEFT=shape.left, BM=tiles.tokens, BN=shape.columns, BK=_SLICE, num_warps=shape.warps, num_stages=shape.stages,
+            LEFT=shape.left, BM=tiles.tokens, BN=shape.columns, BK=_SLICE,
+            ASSEMBLY=isinstance(_kernel, triton.JITFunction), num_warps=shape.warps, num_stages=shape.stages,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
