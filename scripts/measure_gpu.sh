@@ -4,11 +4,11 @@
 #
 #   scripts/measure_gpu.sh FOLDER [STEP...]        # STEP_SECONDS=600: the most that one step may take
 #
-# Steps: tests slow memcheck racecheck synccheck quantizers training linear block shapes stored_shapes engine sync vllm replay two_gpus ablation
+# Steps: tests slow memcheck racecheck synccheck quantizers training linear block shapes linear_shapes stored_shapes engine sync vllm replay two_gpus ablation
 set -u
 folder=${1:?a folder for the logs}
 shift
-every="tests memcheck racecheck synccheck quantizers training linear block shapes stored_shapes sync engine vllm replay"
+every="tests memcheck racecheck synccheck quantizers training linear block shapes linear_shapes stored_shapes sync engine vllm replay"
 mkdir -p "$folder"
 
 benchmark() { "$PYTHON" -m benchmarks.hopper --only "$1" --json "$folder/$1.json"; }
@@ -23,7 +23,7 @@ command_of() {
         slow) echo "tests tests/gpu/test_kernels.py -m slow" ;;
         memcheck | racecheck | synccheck) echo "sanitizer $1" ;;
         quantizers | training | linear | block | engine | sync) echo "benchmark $1" ;;
-        shapes | stored_shapes) echo "\"\$PYTHON\" -m benchmarks.hopper.$1" ;;
+        shapes | linear_shapes | stored_shapes) echo "\"\$PYTHON\" -m benchmarks.hopper.$1" ;;
         vllm) echo "tests -s tests/gpu/test_vllm_cuda.py" ;;
         replay) echo "tests -s tests/gpu/test_replay.py" ;;
         two_gpus) echo "tests -s tests/gpu/test_two_gpus_server.py tests/gpu/test_two_gpus_fsdp.py tests/gpu/test_two_gpus_engine.py" ;;
