@@ -76,10 +76,11 @@ class Digests(Mapping[str, str]):
         """The page on the device of ``x``, and the row in it, for the sums of a tensor that is added."""
         self._found = None
         self._headers[name] = _header(x.dtype, x.shape)
-        names, pages = self._names.setdefault(x.device, []), self._pages.setdefault(x.device, [])
+        device = x.device
+        names, pages = self._names.setdefault(device, []), self._pages.setdefault(device, [])
         row = len(names) % _PAGE
         if row == 0:
-            pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=x.device))
+            pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=device))
         names.append(name)
         return pages[-1], row
 

@@ -219,7 +219,8 @@ def finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
     shared: dict[torch.device, list[Tensor]] = {}
     flags: list[Tensor] = []
     for x in tensors:
-        if x.dtype in _WEIGHTS and dispatch.kernels(x.device):
+        by_kernel = x.dtype in _WEIGHTS and dispatch.kernels(x.device)
+        if by_kernel and x.is_contiguous() and x.data_ptr() % 16 == 0:  # else copies would all be held until the launch
             shared.setdefault(x.device, []).append(x)
         else:
             flags.append(is_finite(x))

@@ -1,4 +1,4 @@
-"""Numbers that no weight, code or scale may be: what the definitions in torch refuse, and how often a sync looks."""
+"""Numbers that no weight, code or scale may be: what the definitions in torch refuse."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 import os
 import re
 from collections.abc import Callable, Container, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -123,7 +123,7 @@ def checkpoint_tensors(
         as_stacks = isinstance(module, SwapqExperts) and module.swapq_layout.hub_prefix in stacked
         units.append((prefix, partial(stacked_tensors if as_stacks else module_tensors, module)))  # type: ignore[arg-type]
     units += _rest_units(root, swapped)
-    units.sort(key=lambda unit: dot_natural_key(unit[0]))
+    units.sort(key=lambda unit: _place(unit[0]))
     _require_finite(masters, finite)
     for _, produce in units:
         with torch.no_grad():
@@ -162,6 +162,11 @@ def _masters(swapped: Swapped) -> Iterator[tuple[str, Tensor]]:
             master = module._parameters.get(weight)
             if master is not None:
                 yield f"{prefix}.{weight}", master
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(name: str) -> list[str | int]:
+    return dot_natural_key(name)
 
 
 def _finite(masters: list[tuple[str, Tensor]]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swapq.kernels import dispatch
 
-__all__ = ["REFUSED", "any_refused"]
+__all__ = ["BY_KERNEL", "REFUSED", "any_refused"]
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -25,7 +25,8 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16_scale": lambda x: ~((x > 0) & (x < float("inf"))),
     "int4_pairs": lambda x: ((_bits(x) & 0xF) == 8) | ((_bits(x) >> 4) == 8),  # -8, outside the symmetric range
 }
-_BY_KERNEL = {kind: i for i, kind in enumerate(list(REFUSED)[:6])}
+#: those that a kernel finds -> their place in refused.cu
+BY_KERNEL = {kind: i for i, kind in enumerate(list(REFUSED)[:6])}
 
 
 def any_refused(tensors: Sequence[Tensor], kinds: Sequence[str]) -> Tensor:
@@ -35,8 +36,8 @@ def any_refused(tensors: Sequence[Tensor], kinds: Sequence[str]) -> Tensor:
         tensors: at least one, all on one device.
         kinds: of each its key in :data:`REFUSED`.
     """
-    if dispatch.kernels(tensors[0].device) and all(kind in _BY_KERNEL for kind in kinds):
+    if dispatch.kernels(tensors[0].device) and all(kind in BY_KERNEL for kind in kinds):
         from swapq.kernels.cuda.refused import any_refused as launch
 
-        return launch(tensors, [_BY_KERNEL[kind] for kind in kinds])
+        return launch(tensors, [BY_KERNEL[kind] for kind in kinds])
     return torch.stack([REFUSED[kind](x).any() for x, kind in zip(tensors, kinds, strict=True)])
