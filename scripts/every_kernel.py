@@ -11,6 +11,7 @@ from swapq.digest import Digests, tensor_digest
 from swapq.kernels import dispatch, fast
 from swapq.kernels.cuda import columns, elementwise
 from swapq.kernels.cuda.quantize import row_operand
+from swapq.kernels.refused import BY_KERNEL, any_refused
 from swapq.nn.gate import activation_table
 
 CUDA = torch.device("cuda")
@@ -73,6 +74,8 @@ def main() -> None:
     for x in raw:
         tensor_digest(x)
     Digests().add_all((str(len(x)), x) for x in raw)
+    whole = [x[: len(x) // 4 * 4] for x in raw]
+    any_refused([x for x in whole for _ in BY_KERNEL], [kind for _ in whole for kind in BY_KERNEL])
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -8,6 +8,7 @@ word always changes both sums. BLAKE2b then binds the sums to dtype and shape. I
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,12 @@ class Digests(Mapping[str, str]):
     def _place(self, name: str, x: Tensor) -> tuple[Tensor, int]:
         """The page on the device of ``x``, and the row in it, for the sums of a tensor that is added."""
         self._found = None
-        self._headers[name] = f"{str(x.dtype).removeprefix('torch.')}|{'x'.join(map(str, x.shape))}"
-        names, pages = self._names.setdefault(x.device, []), self._pages.setdefault(x.device, [])
+        self._headers[name] = _header(x.dtype, x.shape)
+        device = x.device
+        names, pages = self._names.setdefault(device, []), self._pages.setdefault(device, [])
         row = len(names) % _PAGE
         if row == 0:
-            pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=x.device))
+            pages.append(torch.zeros(_PAGE, 2, dtype=torch.int64, device=device))
         names.append(name)
         return pages[-1], row
 
@@ -92,12 +94,19 @@ class Digests(Mapping[str, str]):
         return {name: _bound(f"{header}|{sums[name][0]}|{sums[name][1]}") for name, header in self._headers.items()}
 
 
+@lru_cache(maxsize=4096)
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}|{'x'.join(map(str, shape))}"
+
+
 def _bound(header: str) -> str:
     return hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
 
 
 def _words(x: Tensor) -> Tensor:
-    flat = x.detach().contiguous().reshape(-1)
+    flat = x.detach().contiguous().view(-1)
+    if flat.numel() * flat.element_size() % 4 == 0 and flat.data_ptr() % 4 == 0 and flat.numel():
+        return flat.view(torch.int32)
     raw = flat.view(torch.uint8) if flat.numel() else torch.zeros(0, dtype=torch.uint8, device=x.device)
     if raw.numel() % 4:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))

@@ -3,6 +3,7 @@
 It is what compute, serialization and sync exchange. It is never a trainable Parameter: masters are (design decision 1).
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,9 @@ from swapq import formats
 from swapq.errors import FormatError
 from swapq.formats import Format, Operand, Parts
 from swapq.kernels import dispatch
+from swapq.kernels.refused import any_refused
 
-__all__ = ["QTensor", "is_finite", "quantize", "require_finite"]
+__all__ = ["QTensor", "finite_flags", "is_finite", "quantize", "require_finite"]
 
 
 class QTensor(TorchAOBaseTensor):
@@ -206,6 +208,25 @@ def require_finite(x: Tensor, name: str) -> None:
         f"{name}: {int(bad.sum())} of {x.numel()} values are not finite in BF16, the first at index {first} ({x[first].item()}); "
         "repair the weight (a diverged run or a damaged file) before quantizing it"
     )
+
+
+#: dtype of a weight -> how kernels call what is refused in it
+_WEIGHTS = {torch.bfloat16: "bf16", torch.float32: "float32"}
+
+
+def finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """0-dim bools where the tensors lie: whether they are finite in BF16, one for each tensor or for many. Nothing waits."""
+    shared: dict[torch.device, list[Tensor]] = {}
+    flags: list[Tensor] = []
+    for x in tensors:
+        by_kernel = x.dtype in _WEIGHTS and dispatch.kernels(x.device)
+        if by_kernel and x.is_contiguous() and x.data_ptr() % 16 == 0:  # else copies would all be held until the launch
+            shared.setdefault(x.device, []).append(x)
+        else:
+            flags.append(is_finite(x))
+    for group in shared.values():
+        flags.append(~any_refused(group, [_WEIGHTS[x.dtype] for x in group]).any())
+    return flags
 
 
 def is_finite(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swapq.kernels.cuda import columns, elementwise, grouped_decode, quantize, tiles, word_sums
+from swapq.kernels.cuda import columns, elementwise, grouped_decode, quantize, refused, tiles, word_sums
 from swapq.kernels.cuda import program as programs
 
 META = torch.device("meta")
@@ -73,7 +73,7 @@ def parameters(file: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
-    for module in (columns, elementwise, quantize, tiles, grouped_decode, word_sums):
+    for module in (columns, elementwise, quantize, tiles, grouped_decode, refused, word_sums):
         monkeypatch.setattr(module, "program", noted)
     monkeypatch.setattr(quantize, "multiprocessors", lambda _: MULTIPROCESSORS)
     kept = (grouped_decode._kernel, word_sums._kernel)
@@ -173,3 +173,18 @@ def test_tensors_of_any_size_are_digested_in_launches_that_cuda_takes(noted: Not
         word_sums.add_word_sums(each, empty(2, dtype=torch.int64))
     word_sums.add_many_word_sums(words, empty(len(words), 2, dtype=torch.int64))
     assert noted.launches == ["word_sums"] * len(words) + ["word_sums_many"]
+
+
+def test_one_launch_looks_at_every_weight_of_a_model() -> None:
+    looked = [
+        empty(128, 1536, 2048),
+        empty(0, 5),
+        empty(151936, 2048, dtype=torch.float32),
+        empty(7, dtype=torch.bfloat16),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        kinds, table = [0, 0, 1, 0], []
+        patch.setattr(torch, "tensor", lambda rows, **_: table.extend(rows) or empty(len(rows), 4, dtype=torch.int64))
+        assert refused.any_refused(looked, kinds).shape == (4,)
+    assert [row[1] for row in table] == [x.numel() * x.element_size() for x in looked]
+    assert [row[3] for row in table] == [0, 12288, 12288, 12288 + 18992]

@@ -57,6 +57,7 @@ KERNELS = [
     ("routing", {"EXPERTS": 128, "TOKENS": 8, "THREADS": 1024}),
     ("combine", {"H": 768, "THREADS": 256}),
     *((file, {"THREADS": 256, "LANE": LANE, "CHUNKS": 8}) for file in ("word_sums", "word_sums_many")),
+    ("refused", {"THREADS": 256, "ROUNDS": 16}),
     ("combine_backward", {"H": 768, "THREADS": 256}),
     *(("swiglu", {"I": 768, "BACKWARD": b, "THREADS": 256}) for b in (0, 1)),
 ]

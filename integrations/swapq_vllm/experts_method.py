@@ -16,7 +16,7 @@ from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import KERNELS_TAKE, capturable, routed_experts
-from swapq_vllm.soundness import can_be_unsound, unsound
+from swapq_vllm.soundness import Stored, any_unsound, can_be_unsound, unsound
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig
@@ -183,20 +183,32 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         if current_platform.is_cpu():
             self._refresh(layer)
 
-    def damaged(self, layer: Any) -> Tensor:
-        """0-dim bool on the layer's device: whether :meth:`require_sound` would raise. Nothing waits for the device."""
-        return torch.stack([wrong.any() for _, wrong in self._damage(layer)]).any()
+    def stored(self, layer: Any) -> list[Stored]:
+        """What :meth:`require_sound` looks at, part by part."""
+        return [Stored(tensor, self.format, part) for _, part, tensor in self._stored(layer)]
+
+    def disagrees(self, layer: Any) -> Tensor | None:
+        """Bool ``[local experts]``: whose gate and up have different FP32 scales; None where they have none."""
+        if not self.gated or not hasattr(layer, f"{_FIRST}_scale_2"):
+            return None
+        pair = getattr(layer, f"{_FIRST}_scale_2").data
+        return pair[:, 0] != pair[:, 1]
+
+    def _stored(self, layer: Any) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameter name, part and tensor ``[local experts, ...]``."""
+        for stack in (_FIRST, _SECOND):
+            for part, suffix in formats.get(self.format).suffixes.items():
+                name = stack + suffix.removeprefix("weight")
+                yield name, part, getattr(layer, name).data
 
     def _damage(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
         """What is looked at, and where it is wrong: bool ``[local experts, ...]``, of its size, so one is made when the last is gone."""
-        for stack in (_FIRST, _SECOND):
-            for part, suffix in formats.get(self.format).suffixes.items():
-                if can_be_unsound(self.format, part):
-                    name = stack + suffix.removeprefix("weight")
-                    yield name, unsound(getattr(layer, name).data, self.format, part)
-        if hasattr(layer, f"{_FIRST}_scale_2") and self.gated:
-            pair = getattr(layer, f"{_FIRST}_scale_2").data
-            yield "gate and up", pair[:, 0] != pair[:, 1]
+        for name, part, tensor in self._stored(layer):
+            if can_be_unsound(self.format, part):
+                yield name, unsound(tensor, self.format, part)
+        apart = self.disagrees(layer)
+        if apart is not None:
+            yield "gate and up", apart
 
     def require_sound(self, layer: Any) -> None:
         """Raise if a code or scale is one that no quantizer writes, or gate and up have different FP32 scales.
@@ -204,7 +216,8 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: naming the checkpoint's tensors.
         """
-        if not bool(self.damaged(layer)):
+        apart = self.disagrees(layer)
+        if not bool(any_unsound(self.stored(layer))) and not (apart is not None and bool(apart.any())):
             return
         here = [slot for slot in self.names if layer._map_global_expert_id_to_local_expert_id(slot[0]) != -1]
         name, wrong = next((n, b) for n, b in self._damage(layer) if bool(b.any()))

@@ -30,11 +30,13 @@ class Arrival(NamedTuple):
         target: where it belongs; of a copy that the engine does not hold (a tied head) where the other one lies, None if that is not known.
         tensors: how many tensors of the checkpoint it is.
         trusted: it was not digested on arrival: what the engine holds of it is compared with the sender's digest instead.
+        places: the regions of live tensors into which it was copied, None if it went through vLLM's loaders.
     """
 
     target: Stack | Placement | None
     tensors: int
     trusted: bool
+    places: list[Tensor] | None = None
 
 
 class Ledger:
@@ -43,7 +45,7 @@ class Ledger:
     def __init__(self, served: Served, expected: Mapping[str, str] | None) -> None:
         self.served, self.expected = served, expected
         self.arrived: dict[str, Arrival] = {}
-        self.covered: set[str] = set()
+        self._split: set[str] = set()  # stacks of which a tensor came by itself
         self.copied: dict[int, nn.Module] = {}
         self._ways: dict[int, bool] = {}  # layer of experts -> whether they come stacked
         self.bytes = 0
@@ -64,19 +66,20 @@ class Ledger:
             self._require_one_way(name, target)
             tensor = tensor.detach().contiguous()
             self.bytes += tensor.numel() * tensor.element_size()
-            covers = target.covers if isinstance(target, Stack) else (name,)
-            self.covered.update(covers)
+            count = len(target.covers) if isinstance(target, Stack) else 1
             if target is None or not (isinstance(target, Stack) or self.served.takes_copies):
                 tensor = tensor.clone()
-                self._note(name, tensor, target, len(covers))
+                self._note(name, tensor, target, count)
                 yield name, tensor
                 continue
             trusted = self.expected is not None and _held_as_sent(target, tensor)
             if trusted:
-                self.arrived[name] = Arrival(target, len(covers), True)
+                self.arrived[name] = Arrival(target, count, True)
             else:
-                self._note(name, tensor, target, len(covers))
-            self._copy(tensor, target)
+                self._note(name, tensor, target, count)
+            places = self._copy(tensor, target)
+            if self.arrived[name].target is target:
+                self.arrived[name] = self.arrived[name]._replace(places=places)
         self.current = "the end of the update"
         self._require_complete()
 
@@ -99,7 +102,7 @@ class Ledger:
         def read() -> Iterator[tuple[str, Tensor]]:
             layouts = Layouts()
             for name, arrival in self.arrived.items():
-                parts = self._held(arrival.target, layouts)
+                parts = self._held(arrival, layouts)
                 if any(part is None for part in parts):
                     unreadable.append(name)
                     continue
@@ -120,10 +123,8 @@ class Ledger:
 
     def _expected_target(self, name: str, tensor: Tensor) -> Stack | Placement | None:
         target: Stack | Placement | None = self.served.stacks.get(name) or self.served.placements.get(name)
-        twice = name in self.arrived or (
-            not self.covered.isdisjoint(target.covers) if isinstance(target, Stack) else name in self.covered
-        )
-        if twice:
+        stack = self.served.stack_of.get(name)
+        if name in self.arrived or name in self._split or stack in self.arrived:
             raise SyncError(f"{name}: arrived twice in one update; send every tensor once, of a stack or by itself")
         if target is None:
             if name in self.served.tied:
@@ -132,6 +133,8 @@ class Ledger:
             hint = f"; the nearest name is {near[0]}" if near else ""
             raise SyncError(f"{name}: the engine's checkpoint has no tensor of that name{hint}; send checkpoint names")
         _require_like(name, tensor, target.meta, exact=isinstance(target, Stack))
+        if stack is not None:
+            self._split.add(stack)
         return target
 
     def _require_one_way(self, name: str, target: Stack | Placement | None) -> None:
@@ -153,16 +156,19 @@ class Ledger:
         self.arrived[name] = Arrival(target, tensors, False)
         self._digest_arrival(name, tensor, target)
 
-    def _copy(self, tensor: Tensor, target: Stack | Placement) -> None:
+    def _copy(self, tensor: Tensor, target: Stack | Placement) -> list[Tensor]:
+        """Copy into the live tensors; gives the regions that were written."""
         if isinstance(target, Stack):
             self.copied[id(target.layer)] = target.layer
             live = self.served.live[target.layer, target.parameter]
-            for region, part in zip(target.shard.held(live), target.shard.of(tensor), strict=True):
-                region.copy_(part)
-            return
-        for piece in target.pieces:
-            self.copied[id(piece.layer)] = piece.layer
-            piece.live.view(self.served.live[piece.layer, piece.name]).copy_(piece.source.view(tensor))  # type: ignore[union-attr]
+            places, parts = target.shard.held(live), target.shard.of(tensor)
+        else:
+            self.copied.update((id(piece.layer), piece.layer) for piece in target.pieces)
+            places = [piece.live.view(self.served.live[piece.layer, piece.name]) for piece in target.pieces]
+            parts = [piece.source.view(tensor) for piece in target.pieces]  # type: ignore[union-attr]
+        for place, part in zip(places, parts, strict=True):
+            place.copy_(part)
+        return places
 
     def _digest_arrival(self, name: str, tensor: Tensor, target: Stack | Placement | None) -> None:
         """Digest what arrived, and each part of it that must be found in the engine."""
@@ -175,11 +181,15 @@ class Ledger:
                 part = piece.of(tensor)
                 self._digests.add(_key(name, i), part.reshape(tensor.shape) if target.whole else part)
 
-    def _held(self, target: Stack | Placement | None, layouts: Layouts) -> list[Tensor | None]:
-        """What the engine holds in each place of ``target``; None where it cannot be read back."""
-        if isinstance(target, Stack):
-            return [*target.shard.held(self.served.live[target.layer, target.parameter])]
-        held = [] if target is None else [piece.held(layouts) for piece in target.pieces]
+    def _held(self, arrival: Arrival, layouts: Layouts) -> list[Tensor | None]:
+        """What the engine holds in each place of a tensor that arrived; None where it cannot be read back."""
+        target, held = arrival.target, list[Tensor | None]()
+        if arrival.places is not None:
+            held += arrival.places
+        elif isinstance(target, Stack):
+            held += target.shard.held(self.served.live[target.layer, target.parameter])
+        elif target is not None:
+            held += [piece.held(layouts) for piece in target.pieces]
         if isinstance(target, Placement) and target.whole:
             return [None if part is None else part.reshape(target.meta.shape) for part in held]
         return held
@@ -195,8 +205,15 @@ class Ledger:
                 )
 
     def _require_complete(self) -> None:
-        if not self.covered.issuperset(self.served.required):
-            missing = [name for name in self.served.required if name not in self.covered]
+        arrived = self.arrived.keys()
+        if not (self.served.required_unstacked <= arrived and self.served.stacks.keys() <= arrived):
+            stack_of = self.served.stack_of
+            missing = [
+                name for name in self.served.required if name not in arrived and stack_of.get(name) not in arrived
+            ]
+        else:
+            missing = []
+        if missing:
             raise SyncError(
                 f"the update is incomplete, {len(missing)} tensors did not arrive: {_listed(self._as_sent(missing))}; send every tensor "
                 "every time"

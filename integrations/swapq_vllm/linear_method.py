@@ -17,7 +17,7 @@ from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_linear, guard_tiles
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import KERNELS_TAKE, stacked_linear
-from swapq_vllm.soundness import unsound
+from swapq_vllm.soundness import Stored, unsound
 
 __all__ = ["SwapqLinearMethod"]
 
@@ -127,11 +127,13 @@ class SwapqLinearMethod(LinearMethodBase):
         else:
             layer.swapq_operands.refresh(self._parts(layer))
 
-    def damaged(self, layer: Any) -> Tensor:
-        """0-dim bool on the layer's device: whether :meth:`require_sound` would raise. Nothing waits for the device."""
+    def stored(self, layer: Any) -> list[Stored]:
+        """What :meth:`require_sound` looks at, part by part."""
         suffixes = formats.get(self.format).suffixes
-        bad = [unsound(getattr(layer, name).data, self.format, part).any() for part, name in suffixes.items()]
-        return torch.stack(bad).any()
+        return [Stored(getattr(layer, name).data, self.format, part) for part, name in suffixes.items()]
+
+    def disagrees(self, layer: Any) -> None:
+        """Nothing here must agree with something else."""
 
     def require_sound(self, layer: Any) -> None:
         """Raise if codes or scales hold values that no quantizer writes.

@@ -12,6 +12,7 @@ from swapq.errors import SyncError
 from swapq_vllm.compat import abandon_reload, derives_weights
 from swapq_vllm.headers import engine_headers
 from swapq_vllm.placement import Layouts, Placement, trace
+from swapq_vllm.soundness import any_unsound
 from swapq_vllm.stacks import Stack, stacks_of
 from swapq_vllm.unquantized import adopt, load_layout, takes_copies
 
@@ -63,6 +64,23 @@ class Served:
         return stacks_of(self.model)
 
     @cached_property
+    def stack_of(self) -> dict[str, str]:
+        """Checkpoint name of every tensor that a stack stands for -> the stack's name."""
+        return {name: stack.name for stack in self.stacks.values() for name in stack.covers}
+
+    @cached_property
+    def required_unstacked(self) -> frozenset[str]:
+        """Those of :attr:`required` that no stack stands for."""
+        return frozenset(name for name in self.required if name not in self.stack_of)
+
+    @cached_property
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        """Every layer and name of a tensor in it that an update fills."""
+        pieces = [piece for placement in self.placements.values() for piece in placement.pieces]
+        found = [(piece.layer, piece.name) for piece in pieces]
+        return list(dict.fromkeys(found + [(stack.layer, stack.parameter) for stack in self.stacks.values()]))
+
+    @cached_property
     def stacked_experts(self) -> frozenset[str]:
         """Checkpoint names of the experts modules that :attr:`stacks` are of."""
         return frozenset(name.rsplit(".", 2)[0] for name in self.stacks)
@@ -86,17 +104,17 @@ class Served:
         """Prepare for an update: what is known of the model is learned before vLLM takes its parameters apart."""
         adopt(self.model)
         _ = self.placements, self.tied, self.stacks, self.takes_copies
-        self.live = {
-            (layer, name): tensor.data
-            for layer in self.model.modules()
-            for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]
-            if tensor is not None
-        }
+        self.live = self._live()
 
     def damage(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """0-dim bool on the device: whether copies left in ``layers`` what no quantizer writes. Nothing waits for it."""
-        flags = [method.damaged(layer) for layer, method in _quantized(layers)]
-        return torch.stack(flags).any() if flags else None
+        looked = _quantized(layers)
+        if not looked:
+            return None
+        apart = [method.disagrees(layer) for layer, method in looked]
+        flags = [each.any() for each in apart if each is not None]
+        flags.append(any_unsound([stored for layer, method in looked for stored in method.stored(layer)]))
+        return torch.stack(flags).any()
 
     def settle(self, layers: Mapping[int, nn.Module], damage: Tensor | None) -> None:
         """After copies into ``layers``: what is derived from their tensors is refreshed, and :meth:`damage` found before is refused.
@@ -172,13 +190,28 @@ class Served:
         return found
 
     def require_same_addresses(self) -> None:
-        """Raise if an update moved a tensor: captured graphs would read the old one."""
+        """Raise if an update moved a tensor: captured graphs would read the old one, and so would what was read back of a copy."""
         now = self._addresses()
         moved = sorted(name for name, address in self.addresses.items() if now.get(name) != address)
+        if self.takes_copies and not moved:
+            live = self._live()
+            moved = sorted(
+                f"{name} of {type(layer).__name__}"
+                for (layer, name), tensor in self.live.items()
+                if (layer, name) not in live or live[layer, name].data_ptr() != tensor.data_ptr()
+            )
         if moved:
             raise SyncError(
                 f"the update moved {len(moved)} live tensors, first {moved[0]}; compiled graphs would read the old ones: restart the engine"
             )
+
+    def _live(self) -> dict[tuple[nn.Module, str], Tensor]:
+        found = {}
+        for layer, name in self._places:
+            for tensor in (layer._parameters.get(name), layer._buffers.get(name)):
+                if tensor is not None:
+                    found[layer, name] = tensor.data
+        return found
 
     def _addresses(self) -> dict[str, int]:
         return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
@@ -187,7 +220,7 @@ class Served:
 def _quantized(layers: Mapping[int, nn.Module]) -> list[tuple[nn.Module, Any]]:
     """Those of ``layers`` that hold codes, with their methods."""
     methods = [(layer, getattr(layer, "quant_method", None)) for layer in layers.values()]
-    return [(layer, method) for layer, method in methods if hasattr(method, "damaged")]
+    return [(layer, method) for layer, method in methods if hasattr(method, "require_sound")]
 
 
 def _runs(layer: nn.Module, weight: Tensor) -> tuple[str, str]:

@@ -6,8 +6,9 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 import os
 import re
 from collections.abc import Callable, Container, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
@@ -27,12 +28,18 @@ from swapq.nn.experts import SwapqExperts
 from swapq.nn.gather import whole
 from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
-from swapq.qtensor import is_finite, require_finite
+from swapq.qtensor import finite_flags, is_finite, require_finite
 
 __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
 #: name by which it is sorted, and what gives its tensors
 Unit = tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]
+#: live name and module
+Swapped = list[tuple[str, QuantizedStorage]]
+
+
+#: model -> live names, and Hub name -> live name of the same tensor
+_renamed: "WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], dict[str, str]]]" = WeakKeyDictionary()
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -106,16 +113,17 @@ def checkpoint_tensors(
         UnsupportedError: a family without per-expert tensors, or PEFT adapters.
     """
     root = base_model(model)
-    _refuse_adapters(root)
-    swapped = list(_swapped(root))
+    modules = list(root.named_modules())
+    _refuse_adapters(modules)
+    swapped = [(name, module) for name, module in modules if isinstance(module, QuantizedStorage)]
     masters = list(_masters(swapped)) if check else []
-    finite = [is_finite(whole(master.detach())) for _, master in masters]  # devices compute it while the list is made
+    finite = _finite(masters)  # devices compute it while the list is made
     units: list[Unit] = []
     for prefix, module in swapped:
         as_stacks = isinstance(module, SwapqExperts) and module.swapq_layout.hub_prefix in stacked
         units.append((prefix, partial(stacked_tensors if as_stacks else module_tensors, module)))  # type: ignore[arg-type]
-    units += _rest_units(root)
-    units.sort(key=lambda unit: dot_natural_key(unit[0]))
+    units += _rest_units(root, swapped)
+    units.sort(key=lambda unit: _place(unit[0]))
     _require_finite(masters, finite)
     for _, produce in units:
         with torch.no_grad():
@@ -129,9 +137,9 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     return quantized | {name: whole(t) for name, t in _plain_state(root).items()}
 
 
-def _refuse_adapters(root: nn.Module) -> None:
+def _refuse_adapters(modules: list[tuple[str, nn.Module]]) -> None:
     """Refuse PEFT's layers inside the model, which stand under other names and would be written as they are."""
-    for name, module in root.named_modules():
+    for name, module in modules:
         if type(module).__module__.partition(".")[0] == "peft":
             raise UnsupportedError(
                 f"{name} is PEFT's {type(module).__name__}: a checkpoint of the base would leave the adapter out; merge and unload first"
@@ -143,17 +151,28 @@ def rest_names(root: nn.Module) -> set[str]:
     return set(_hub_names(root, _named_rest(root)))
 
 
-def _swapped(root: nn.Module) -> Iterator[tuple[str, QuantizedStorage]]:
-    return ((name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage))
+def _swapped(root: nn.Module) -> Swapped:
+    return [(name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage)]
 
 
-def _masters(swapped: list[tuple[str, QuantizedStorage]]) -> Iterator[tuple[str, Tensor]]:
+def _masters(swapped: Swapped) -> Iterator[tuple[str, Tensor]]:
     """Live name and parameter of every master that will be quantized."""
     for prefix, module in swapped:
         for weight in module.weight_names():
             master = module._parameters.get(weight)
             if master is not None:
                 yield f"{prefix}.{weight}", master
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(name: str) -> list[str | int]:
+    return dot_natural_key(name)
+
+
+def _finite(masters: list[tuple[str, Tensor]]) -> list[Tensor]:
+    """Flags of all masters. A sharded one is gathered and gone before the next, the others share what looks at them."""
+    flags = finite_flags(master.detach() for _, master in masters if not isinstance(master, DTensor))
+    return flags + [is_finite(whole(master.detach())) for _, master in masters if isinstance(master, DTensor)]
 
 
 def _require_finite(masters: list[tuple[str, Tensor]], finite: list[Tensor]) -> None:
@@ -167,27 +186,27 @@ def _require_finite(masters: list[tuple[str, Tensor]], finite: list[Tensor]) -> 
         require_finite(whole(master.detach()), name)
 
 
-def _plain_state(root: nn.Module) -> dict[str, Tensor]:
+def _plain_state(root: nn.Module, swapped: Swapped | None = None) -> dict[str, Tensor]:
     """What no swapped module holds, under live names."""
     taken = {
         f"{prefix}.{name}"
-        for prefix, module in _swapped(root)
+        for prefix, module in (_swapped(root) if swapped is None else swapped)
         for weight in module.weight_names()
         for name in (weight, *part_names(weight).values())
     }
     return {name: t for name, t in root.state_dict().items() if name not in taken}
 
 
-def _named_rest(root: nn.Module) -> dict[str, Tensor]:
+def _named_rest(root: nn.Module, swapped: Swapped | None = None) -> dict[str, Tensor]:
     """What a checkpoint holds beside the swapped modules' weights, under live names: without tied copies."""
     tied = getattr(root, "all_tied_weights_keys", None) or {}
     ignored = getattr(root, "_keys_to_ignore_on_save", None) or ()
-    return {name: t for name, t in _plain_state(root).items() if name not in tied and name not in ignored}
+    return {name: t for name, t in _plain_state(root, swapped).items() if name not in tied and name not in ignored}
 
 
-def _rest_units(root: nn.Module) -> list[Unit]:
+def _rest_units(root: nn.Module, swapped: Swapped | None = None) -> list[Unit]:
     """What no swapped module holds, one by one under Hub names, without tied copies."""
-    state = _named_rest(root)
+    state = _named_rest(root, swapped)
     if not any(isinstance(t, DTensor) for t in state.values()):
         return [(name, partial(iter, [(name, t.detach())])) for name, t in _under_hub_names(root, state).items()]
     layers: dict[str, dict[str, Tensor]] = {}
@@ -215,7 +234,19 @@ class _Layer:
 
 
 def _under_hub_names(root: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return revert_weight_conversion(root, state) if isinstance(root, PreTrainedModel) else state
+    """``state`` under the names that it has on the Hub. Where these are other names for the same tensors they are found once, since
+    transformers builds all its rules anew whenever it is asked."""
+    if not isinstance(root, PreTrainedModel):
+        return state
+    live_names = tuple(state)
+    known = _renamed.get(root)
+    if known is not None and known[0] == live_names:
+        return {hub: state[live] for hub, live in known[1].items()}
+    found = revert_weight_conversion(root, state)
+    names = {id(tensor): live for live, tensor in state.items()}
+    if len(names) == len(state) and all(id(tensor) in names for tensor in found.values()):
+        _renamed[root] = live_names, {hub: names[id(tensor)] for hub, tensor in found.items()}
+    return found
 
 
 def _hub_names(root: nn.Module, state: dict[str, Tensor]) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -52,7 +53,15 @@ def kernels(device: torch.device) -> bool:
 
     Later ones could run them, but that their two products add in one order has been measured on Hopper alone.
     """
-    return _mode == "auto" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if _mode != "auto" or device.type != "cuda":
+        return False
+    return _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _is_hopper(index: int) -> bool:
+    """Asked for every tensor of a sync, and torch looks it up anew each time."""
+    return torch.cuda.get_device_capability(index)[0] == 9
 
 
 def fast(device: torch.device, weights: str, activations: str, shape: Sequence[int], slices: int = 1) -> bool:

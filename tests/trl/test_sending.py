@@ -308,3 +308,22 @@ def test_a_server_with_another_recipe_is_refused_when_the_trainer_is_built(monke
     answer[name] = ["nvfp4", "bf16"]
     with pytest.raises(SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16"):
         generation.VLLMGeneration(model, Accelerator(cpu=True), None, mode="server")
+
+
+def test_names_are_found_again_when_a_model_has_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    import swapq.checkpoint.tensors as module
+
+    model = swapq.convert(tiny(), "nvfp4-rl", last_layers_bf16=0)
+    asked: list[int] = []
+    rules = module.revert_weight_conversion
+    monkeypatch.setattr(
+        module, "revert_weight_conversion", lambda root, state: asked.append(len(state)) or rules(root, state)
+    )
+    first = {name: tensor.shape for name, tensor in sent_tensors(model, torch.bfloat16)}
+    again = {name: tensor.shape for name, tensor in sent_tensors(model, torch.bfloat16)}
+    assert again == first
+    assert len(asked) == 1
+    model.model.norm.register_parameter("bias", torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+    more = {name: tensor.shape for name, tensor in sent_tensors(model, torch.bfloat16)}
+    assert more == {**first, "model.norm.bias": (3,)}
+    assert len(asked) == 2
