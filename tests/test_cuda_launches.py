@@ -22,9 +22,11 @@ class Noted:
 
     def __init__(self) -> None:
         self.launches: list[str] = []
+        self.constants: list[tuple[str, dict[str, int]]] = []
 
     def __call__(self, file: str, device: torch.device, **constants: int) -> Any:
         noted = self
+        self.constants.append((file, constants))
 
         class Kernel:
             def allow_shared_memory(self, nbytes: int) -> None:
@@ -154,6 +156,31 @@ def test_a_linear_keeps_the_leading_shape_also_of_no_rows(lead: tuple[int, ...],
 
     w = quantize.quantize_matrix(empty(96, 64), fmt)
     assert fast.dense_linear(empty(*lead, 64), w, fmt, empty(96)).shape == (*lead, 96)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 256])
+@pytest.mark.parametrize("n", [32, 2048, 53248])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_a_decode_kernel_gets_whole_rounds_of_a_row_of_any_length_and_its_blocks_fit(
+    fmt: str, n: int, experts: int, noted: Noted
+) -> None:
+    pytest.importorskip("triton")
+    from swapq.kernels import fast
+
+    form = quantize.formats.get(fmt)
+    tokens = {tokens for rows in (1, 9, 17, 33, 256) if (tokens := fast._dense_tokens(rows, n))} | {8, 32}
+    for k in (*range(32, 2048, 32), 4096, 7168, 7200, 16384, 17440, 53248, 1 << 18):
+        shapes = {(t, gated, grouped_decode._shape(fmt, n, t, gated, experts)) for t in (8, 32) for gated in (False, True)}
+        shapes |= {(t, False, grouped_decode._shape_alone(n, most)) for t in tokens for most in (1, 4, 32)}
+        for t, gated, shape in shapes:
+            _, shared = grouped_decode._kernel(META, fmt, n, k, t, gated, False, shape)
+            c = noted.constants[-1][1]
+            assert c["CHUNK"] >= quantize.padded(k, fmt) or c["CHUNK"] % (c["GROUP"] * c["AHEAD"]) == 0, (k, shape)
+            assert 8 * c["TILES"] == t <= 32 * c["WARPS"]
+            rows = 16 * c["M_TILES"] * c["WARPS"]
+            assert shared == 2 * t * (c["CHUNK"] + 16) + rows * (c["CHUNK"] // form.block + 16)
+            known = 8 * t + 4 + 8 + 1024  # slots, scales, the barrier and what CUDA takes
+            assert c["BLOCKS"] * (shared + known) <= 228 << 10, (k, shape)
 
 
 @pytest.mark.parametrize("offset", range(9))

@@ -218,7 +218,7 @@ def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int,
     }  # fmt: skip
     constants = {
         "INT4": group > 0, "SPREAD": True, "SORTED": False, "DENSE": False, "HAS_BIAS": True, "GROUP": group,
-        "LEFT": shape.left, "BM": tile, "BN": shape.columns, "BK": 128, "ASSEMBLY": True,
+        "LEFT": shape.left, "BM": tile, "BN": shape.columns, "BK": 128,
     }  # fmt: skip
     # as at a launch: tensors start at sixteen bytes, and so do their rows
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}

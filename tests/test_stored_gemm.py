@@ -1,13 +1,15 @@
-"""The Triton GEMM of FP8 block and INT4 without a GPU: Triton's interpreter runs it in a process of its own, beside the reference.
-
-The interpreter knows no assembly: INT4 codes go the way that a few lines of it stand for.
-"""
+"""The Triton GEMM of FP8 block and INT4 without a GPU: Triton's interpreter runs it in a process of its own, beside the reference."""
 
 import os
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+
+from tests.helpers import ptx
 
 pytest.importorskip("triton")
 
@@ -25,6 +27,21 @@ def dot(self, a, b, d, *rest):
     return plain(self, *wide, d, *rest)
 
 interpreter.InterpreterBuilder.create_dot = dot
+
+from tests.helpers import ptx
+
+# Four codes in a word, as a GPU packs them; the text is the kernel's
+class Outputs(list):
+    get_result = list.__getitem__
+
+def inline_asm(self, text, constraints, values, types, pure, pack):
+    (codes,), (outputs, inputs) = values, (constraints.count("=r"), constraints.count(",r"))
+    assert (outputs, inputs, pack, codes.data.dtype) == (2 * len(types), 1, 4, np.uint8)
+    words = ptx.run(text, [np.ascontiguousarray(codes.data).reshape(-1).view(np.uint32)], outputs)
+    pairs = [np.stack(words[i:i + 2], 1).view(np.uint16).reshape(codes.data.shape) for i in range(0, outputs, 2)]
+    return Outputs(interpreter.TensorHandle(p, interpreter.tl.bfloat16) for p in pairs)
+
+interpreter.InterpreterBuilder.create_inline_asm = inline_asm
 from swapq import formats
 from swapq.formats import Operand, Parts
 from swapq.kernels import sliced, stored
@@ -32,10 +49,10 @@ from swapq.kernels.cuda.tiles import dense_tiles, tiles_of
 from swapq.kernels.reference import grouped_forward
 from swapq.kernels.routing import Routing
 
-def fp8_operand(x, *, table=None):  # the quantizer of rows is a CUDA kernel
-    form = formats.get("fp8_block")
-    parts = form.quantize(x, scope="row")
-    return Operand(parts.codes.to(torch.float16), parts.scales.contiguous())
+# rows come from a CUDA kernel, which tests/gpu compares with these
+def fp8_operand(x, *, table=None):
+    parts = formats.get("fp8_block").quantize(x, scope="row")
+    return parts.codes.to(torch.float16), parts.scales
 
 stored.fp8_operand = fp8_operand
 
@@ -104,7 +121,7 @@ print("fine")
 
 CASES = {
     "fp8_block": [("fp8_block", 256, 256, "tile"), ("fp8_block", 160, 200, "tile"), ("fp8_block", 192, 144, "halves")],
-    "int4": [("int4", 96, 256, "group"), ("int4_g32", 130, 96, "group")],
+    "int4": [("int4", 96, 256, "group"), ("int4_g32", 130, 96, "group"), ("int4_g32", 64, 160, "group")],
 }
 
 SHAPES = """
@@ -134,6 +151,21 @@ for fmt, n, k, scope in CASES:
             other = product(tile, shape).float()
             error = float((other - usual).norm() / usual.norm())
             assert error < 3e-3, (fmt, tile, shape, error)  # on a GPU the bits are equal; here sums are NumPy's
+print("fine")
+"""
+
+# Rows of the unit matrix pick values of a weight one by one.
+VALUES = """
+every = torch.arange(256, dtype=torch.uint8)  # -8 too, which no quantizer of ours writes
+for fmt, k in (("int4", 512), ("int4_g32", 512), ("int4_g32", 480)):
+    form = formats.get(fmt)
+    packed = Parts(torch.stack([every.roll(i)[:k // 2] for i in range(256)]), torch.randn(256, k // form.block).bfloat16())
+    found = stored.dense_linear(torch.eye(k).bfloat16(), packed, fmt, None)
+    expected = form.operand(form.loaded(packed)).values
+    assert expected.unique().numel() > 1000
+    if not torch.equal(found.T, expected):  # the interpreter cuts where a GPU rounds to BF16
+        cut = (form.loaded(packed).codes.float() * form._spread(packed.scales)).view(torch.int32) & -65536
+        assert torch.equal(found.T.float(), cut.view(torch.float32))
 print("fine")
 """
 
@@ -196,3 +228,24 @@ def test_every_shape_of_blocks_computes_the_same_product(kind: str) -> None:
 @pytest.mark.parametrize("group", [0, 32])
 def test_experts_and_rows_are_found_beyond_two_to_the_31(group: int) -> None:
     interpreted(f"GROUP = {group}\n{COMMON}{FAR}")
+
+
+def test_every_byte_of_int4_codes_at_every_place_of_a_weight_has_its_value() -> None:
+    interpreted(f"{COMMON}{VALUES}")
+
+
+def test_the_assembly_of_int4_gives_the_bits_of_every_code_at_every_place_of_a_word() -> None:
+    from swapq.formats import Parts
+    from swapq.formats.int4 import INT4
+    from swapq.kernels.stored_gemm import _int4_values
+
+    text, constraints = re.findall(r'"""(.*?)"""|"(=r[^"]*)"', _int4_values.src.split("inline_asm_elementwise")[1], re.S)
+    assert constraints[1] == "=r,=r,=r,=r,r"
+    every = torch.arange(256, dtype=torch.uint8)
+    words = torch.stack([every.roll(i) for i in (0, 3, 101, 250)], 1)
+    outputs = ptx.run(text[0], [words.numpy().view(np.uint32).ravel()], 4)
+    low, high = (np.stack(outputs[i : i + 2], 1).view(np.int16) for i in (0, 2))
+    codes = INT4().loaded(Parts(words, torch.empty(0))).codes
+    assert codes.min() == -8
+    expected = codes.to(torch.bfloat16).view(torch.int16)  # zeros have no sign
+    assert (torch.from_numpy(np.stack((low, high), 2)).flatten(1) == expected).all()

@@ -1,6 +1,7 @@
 """What FP8 block and INT4 ask of a GPU at the sizes of large models: launches are noted instead of made, on tensors without memory."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,9 +116,25 @@ def test_what_is_made_while_a_graph_is_captured_is_not_kept_for_others(monkeypat
     stored._scale_rows(300, 3, "tile", torch.device("cuda", 0))
     assert not kept
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Mock())
     made = stored._scale_rows(300, 3, "tile", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert stored._scale_rows(300, 3, "tile", torch.device("cuda", 0)) is made
+
+
+def test_what_is_kept_for_every_stream_is_there_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Tensor] = {}
+    stream = Mock()
+    stream.synchronize.side_effect = lambda: waited.append(dict(kept))
+    waited: list[dict[Any, Tensor]] = []
+    monkeypatch.setattr(stored, "_kept_rows", kept)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch, "arange", lambda n, **_: torch.zeros(n, dtype=torch.int32).cumsum(0))
+    for _ in range(2):
+        stored._scale_rows(300, 3, "tile", torch.device("cuda", 0))
+    assert waited == [{}]  # once, and before another thread could find it
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("beside", ["nvfp4", "mxfp8"])

@@ -3,7 +3,7 @@
     python -m benchmarks.hopper.stored_shapes [fp8_block] [int4]
 
 For whoever sets ``tile_slots`` and ``_shape`` in ``swapq/kernels/stored_gemm.py``. The choice goes by the number of rows, so candidates
-whose bits differ are marked and must not be chosen: few rows as the left operand make Triton take other sixteens of K together.
+whose bits differ are marked and must not be chosen: of sixteen rows as the left operand Triton takes other sixteens of K together.
 """
 
 import argparse

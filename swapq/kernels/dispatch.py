@@ -147,7 +147,7 @@ def choices() -> list[Choice]:
     same = "one order of float32 sums, whatever the batch: trainer and engine have the same bits"
     return [
         *here,
-        Choice("quantize nvfp4, mxfp8", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
+        Choice("quantize nvfp4, mxfp8, rows of fp8_block", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
         Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
         Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),
         Choice("fp8_block, int4 products", "cuda", "Triton on stored codes", same),

@@ -119,7 +119,9 @@ def _scale_rows(rows: int, scale_rows: int, scope: str, device: torch.device) ->
     if scale_rows != rows or rows == 1:  # else already one per row
         half = rows // 2 if scope == "halves" else rows
         row = row // half * -(-half // BLOCK) + row % half // BLOCK
-    # what a graph computes has no value before its first replay
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _kept_rows[key] = row
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():  # what a graph computes has no value before its first replay
+            return row
+        torch.cuda.current_stream(device).synchronize()  # whoever reads it next may be on another stream
+    _kept_rows[key] = row
     return row

@@ -3,9 +3,9 @@
     fp8_block   y = sum over 128-long slices of K, ascending, of  f32(x_codes @ w_codes.T) * f32(s_x * s_w)
     int4        y = x @ bf16(code * s).T, even elements of K in front of odd ones within each BK
 
-Few rows go through narrow tiles with the weights as the left operand, many through wide ones. All these shapes take the same sixteens of K
-in the same order (benchmarks.hopper.stored_shapes compares their bits), so a row's bits depend on nothing but the row and the weights, in
-the trainer and in the engine. Sums are float32 where the reference's are rounded from float64: equal to it up to the order of sums.
+Few rows go through narrow tiles with the weights as the left operand, many through wide ones. All shapes that are chosen take the same
+sixteens of K in the same order (benchmarks.hopper.stored_shapes compares their bits), so a row's bits depend on nothing but the row and the
+weights, in the trainer and in the engine. Sums are float32 where the reference's are rounded from float64: equal to it up to their order.
 """
 
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def _kernel(
     x, x_scale, codes, scales, scale_row, bias, slots, tiles, y, rows, top_k,
     N, K, BLOCKS, SCALE_ROWS,
     INT4: tl.constexpr, SPREAD: tl.constexpr, SORTED: tl.constexpr, DENSE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASSEMBLY: tl.constexpr,
+    LEFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BN)
     tile = tl.program_id(0) // blocks
@@ -111,11 +111,7 @@ def _kernel(
             else:
                 both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0)
                 scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=(block < BLOCKS)[:, None], other=0.0)
-            if ASSEMBLY:
-                low, high = _int4_values(both)
-            else:
-                low = ((both.to(tl.int32) & 15) ^ 8) - 8
-                high = ((both.to(tl.int32) >> 4) ^ 8) - 8
+            low, high = _int4_values(both)
             low = (low.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             high = (high.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             if LEFT:
@@ -184,8 +180,7 @@ def stored_gemm(
             x.values, x.scale, codes, scales, scale_row, bias, tiles.slots, tiles.table, out, tiles.rows, tiles.top_k,
             n, k, scales.shape[-1], scales.shape[-2],
             INT4=group > 0, SPREAD=spread, SORTED=in_order, DENSE=tiles.slots is None, HAS_BIAS=bias is not None, GROUP=group,
-            LEFT=shape.left, BM=tiles.tokens, BN=shape.columns, BK=_SLICE,
-            ASSEMBLY=isinstance(_kernel, triton.JITFunction), num_warps=shape.warps, num_stages=shape.stages,
+            LEFT=shape.left, BM=tiles.tokens, BN=shape.columns, BK=_SLICE, num_warps=shape.warps, num_stages=shape.stages,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

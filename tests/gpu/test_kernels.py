@@ -285,6 +285,25 @@ def test_the_trainers_experts_have_the_bits_of_the_engines(recipe: str) -> None:
         assert torch.equal(trained, experts(x, ids, weights))
 
 
+@pytest.mark.parametrize("k", [160, 2080, 17440])  # fewer steps than are in flight, and more than a chunk holds
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_no_bit_of_a_linear_depends_on_the_tile_or_the_shape(fmt: str, k: int) -> None:
+    from swapq.kernels import fast
+    from swapq.kernels.cuda import grouped_decode as decode
+    from swapq.kernels.cuda.quantize import row_operand
+    from swapq.kernels.cuda.tiles import dense_tiles
+
+    w = swapq.quantize(sample("normal", 1, 416, k, seed=4), fmt).parts
+    x = row_operand(sample("heavy tails", 70, k, seed=5), fmt)
+    expected = fast._expanded(x, w, fmt, dense_tiles(70, 128), spread=False)
+    shapes = {decode._shape_alone(n, 1) for n in (416, 1 << 20)}
+    assert len(shapes) == 2
+    for slots in (8, 16, 24, 32, 64):
+        for shape in shapes:
+            found = decode.grouped_decode(x, w, fmt, dense_tiles(70, slots), spread=False, shape=shape)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (slots, shape)
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("rows", [1, 7, 40, 200, 300, 700])
 def test_a_linear_has_the_same_bits_with_and_without_gradients_for_any_number_of_rows(

@@ -69,6 +69,19 @@ def test_rows_for_fp8_weights_are_the_codes_of_what_swiglu_gives(k: int, kind: s
         assert torch.equal(found.scale, expected.scales)
 
 
+def test_rows_of_scales_made_on_one_stream_are_there_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapq.kernels import stored
+
+    monkeypatch.setattr(stored, "_kept_rows", {})
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1 << 28)
+        stored._scale_rows(300, 3, "tile", CUDA)
+    with torch.cuda.stream(other):
+        found = stored._scale_rows(300, 3, "tile", CUDA).clone()
+    assert found.tolist() == [row // 128 for row in range(300)]
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_block_is_the_reference_up_to_the_order_of_sums(fmt: str) -> None:
     from swapq.kernels import fast

@@ -24,6 +24,7 @@
 
 static_assert(8 * TILES <= 32 * WARPS, "each token of a tile is asked for by a thread");
 constexpr int TOKENS = 8 * TILES, STEPS = PADDED_K / GROUP, CHUNK_STEPS = CHUNK / GROUP;
+static_assert(CHUNK_STEPS >= STEPS || CHUNK_STEPS % AHEAD == 0, "a chunk begins with the first of the blocks in flight");
 constexpr int STRIDE = CHUNK + 16;  // 32 bytes more than a multiple of 128: eight rows fall on different banks
 constexpr int OUT = GATED ? N / 2 : N, ROWS = GATED ? 8 : 16;  // output rows of a tile of 16 weight rows
 constexpr int SECOND = GATED ? OUT : 8;                        // from a thread's first weight row of a tile to its second

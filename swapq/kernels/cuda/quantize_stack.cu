@@ -22,6 +22,8 @@ constexpr int BLOCKS = K / 16, SLICE = ROWS * K;  // elements
 constexpr int THREADS = 32 * WARPS;               // that compute
 constexpr u32 COPY = 16384;                       // bytes of one copy at most
 
+static_assert(LEAD < SLOTS && WARPS <= 32, "a slot is filled again when its codes are written; one warp collects from all");
+
 // A slot's barriers: its slice is here; every warp has its amax; the matrix's scales are here; every thread has written its codes.
 struct Slot { Arrival full, taken, known, free; };
 
