@@ -5,6 +5,7 @@ The signatures are those of ``fast``, which sends these formats here. One Triton
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from swapq import formats
 from swapq.formats import Operand, Parts
@@ -15,7 +16,7 @@ from swapq.kernels.cuda.quantize import aligned, fp8_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
-__all__ = ["dense_linear", "epilogue_bias", "fits", "routed_rows", "stored_block"]
+__all__ = ["dense_linear", "epilogue_bias", "fits", "input_grad", "routed_rows", "stored_block"]
 
 
 def fits(fmt: str, n: int, k: int) -> bool:
@@ -64,6 +65,18 @@ def stored_block(
     h = _product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True)
     y = _product(_rows(h, fmt, table), down, fmt, default, tiles, spread=False)
     return combine(y, weights, ids.shape[1], ids=ids, experts=experts, local_of=local_of)
+
+
+def input_grad(dy: Tensor, w: Parts, scope: str, routing: Routing) -> Tensor:
+    """dgrad of FP8 block: BF16 ``[R, K]`` from BF16 ``dy [R, N]`` through the tiles of ``w [E, N, K]``, each its own transpose."""
+    codes, scales = w.codes.view(torch.uint8), w.scales
+    if scope == "halves":  # no slice reaches over their border, so each begins with a block of its own
+        half = codes.shape[1] // 2
+        fill = -half % BLOCK
+        codes = pad(codes.unflatten(1, (2, half)), (0, 0, 0, fill)).flatten(1, 2)
+        dy = pad(dy.unflatten(1, (2, half)), (0, fill)).flatten(1)
+    turned = Parts(codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous())
+    return routed_rows(dy, turned, "fp8_block", "tile", None, routing, gather=False)
 
 
 def epilogue_bias(bias: Tensor | None) -> Tensor | None:

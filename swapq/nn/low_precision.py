@@ -113,6 +113,10 @@ class _FP8Block:
         self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, spec: "LinearSpec", scope: str
     ) -> Tensor:
         codes, scales = saved[:2]
+        if self._has_kernels(dy, codes.shape[-1]):
+            from swapq.kernels import stored
+
+            return stored.input_grad(dy, Parts(codes, scales), scope, routing)
         sections = 2 if scope == "halves" else 1
         parts = self.form.quantize(dy.unflatten(-1, (sections, -1)), scope="row")
         rows = Operand(parts.codes.to(torch.bfloat16).flatten(-2), parts.scales.flatten(-2))
@@ -123,13 +127,21 @@ class _FP8Block:
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
         padded, dy_rows = routing.pad_rows(dy, self.form.block)
-        dy_columns = quantize(dy_rows, "fp8_block", scope="row", axis=-2).operand()
-        x_columns = self.form.operand(Parts(saved[2], saved[3]), scope="row", axis=-2)
+        dy_codes, x_codes = quantize(dy_rows, "fp8_block", scope="row", axis=-2), Parts(saved[2], saved[3])
+        if self._has_kernels(dy, x_codes.codes.shape[-1]):
+            from swapq.kernels import sliced_gemm
+
+            return sliced_gemm.grouped_weight_grad(dy_codes.parts, x_codes, padded.counts, dtype)
+        dy_columns, x_columns = dy_codes.operand(), self.form.operand(x_codes, scope="row", axis=-2)
         out = dy.new_zeros(routing.num_experts, dy.shape[1], x_columns.values.shape[0], dtype=dtype)
         for expert, rows in padded.groups():
             a, b = (_columns(operand, rows, self.form.block) for operand in (dy_columns, x_columns))
             out[expert] = sliced.product(a, b, sliced.spans(a.values.shape[-1], self.form.block)).to(dtype)
         return out
+
+    @staticmethod
+    def _has_kernels(dy: Tensor, k: int) -> bool:
+        return dispatch.kernels(dy.device) and dy.shape[-1] % 16 == 0 and k % 16 == 0 and dy.numel() > 0
 
 
 def _columns(operand: Operand, rows: slice, block: int) -> Operand:

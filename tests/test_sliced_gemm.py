@@ -1,0 +1,75 @@
+"""Gradients of FP8 block with kernels, without a GPU: Triton's interpreter runs them in a process of its own, beside the definition."""
+
+import pytest
+import torch
+
+from tests.test_stored_gemm import COMMON, interpreted
+
+pytest.importorskip("triton")
+
+GRADIENTS = """
+from swapq.nn.functional import LinearSpec
+from swapq.nn.low_precision import gradients_of
+from swapq.qtensor import quantize
+
+g, form, gradients = torch.Generator().manual_seed(0), formats.get("fp8_block"), gradients_of("fp8_block")
+
+def tails(*shape):
+    return (torch.randn(*shape, generator=g) * torch.exp(torch.randn(*shape, generator=g))).bfloat16()
+
+def near(a, b, most):
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    error = float((a.float() - b.float()).norm() / b.float().norm())
+    assert error < most, error
+
+for n, k, experts, tokens, stacked, dtype in CASES:
+    ids = torch.stack([torch.randperm(experts, generator=g)[:1] for _ in range(tokens)])
+    ids[ids == 1] = 0  # nothing for the second expert
+    routing = Routing.of(ids, experts)
+    rows = sum(routing.counts)
+    scope = form.scope_of_stack(n, stacked)
+    master, x, dy = tails(experts, n, k), tails(rows, k), tails(rows, n)
+    w, spec = quantize(master, "fp8_block", scope=scope), LinearSpec("fp8_block", "fp8_block", "low_precision")
+    saved = gradients.save(x, master, w, routing)
+    found = []
+    for kernels in (lambda *_: False, lambda *_: True):
+        type(gradients)._has_kernels = staticmethod(kernels)
+        found.append((gradients.input_grad(saved, dy, routing, spec, scope), gradients.weight_grad(saved, dy, routing, dtype)))
+    (dx, dw), (their_dx, their_dw) = found
+    near(their_dx, dx, 8e-3)  # the interpreter cuts where a GPU rounds to BF16
+    near(their_dw, dw, 8e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert experts == 1 or (their_dw[1] == 0).all()
+print("fine")
+"""
+CASES = [
+    (256, 128, 3, 40, 1, torch.float32),
+    (160, 208, 2, 150, 1, torch.bfloat16),
+    (192, 144, 3, 200, 2, torch.float32),
+    (320, 64, 1, 300, 1, torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[:3])))
+def test_gradients_are_the_definitions_up_to_the_order_of_sums_whatever_the_edges(case: tuple[object, ...]) -> None:
+    interpreted(f"CASES = [{case!r}]\n{COMMON}{GRADIENTS}".replace("CASES = [", "import torch\nCASES = [", 1))
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernel_of_weight_gradients_compiles(capability: int, dtype: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from swapq.kernels import sliced_gemm
+
+    signature = {
+        "dy": "*u8", "dy_scale": "*fp32", "x": "*u8", "x_scale": "*fp32", "slices": "*i32", "dw": f"*{dtype}", "N": "i32", "K": "i32",
+    }  # fmt: skip
+    constants = {"BN": sliced_gemm._TILE_N, "BK": sliced_gemm._TILE_K, "SLICE": sliced_gemm._SLICE}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    source = ASTSource(sliced_gemm._kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    options = {"num_warps": sliced_gemm._WARPS, "num_stages": sliced_gemm._STAGES}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "cubin" in built.asm
+    assert built.metadata.shared <= 227 << 10
