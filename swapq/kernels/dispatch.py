@@ -92,6 +92,7 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
         return cpu.quantize_weights(x, fmt, amax, scope=scope)
     if not kernels(x.device):
         return None
+    from swapq.kernels import quantize_blocks as blocks
     from swapq.kernels.cuda import quantize as cuda
 
     if fmt == "mxfp8" and axis == -2:
@@ -102,6 +103,10 @@ def quantize(x: Tensor, fmt: str, scope: str, axis: int, amax: Tensor | None) ->
         return cuda.quantize_rows(x, fmt)
     if fmt == "fp8_block" and scope == "row" and axis == -1 and x.dim() == 2 and x.shape[-1] % 16 == 0:
         return cuda.quantize_rows(x, fmt)
+    if fmt == "fp8_block" and (scope != "row" or axis == -2):
+        return blocks.quantize_squares(x, scope, axis)
+    if isinstance(formats.get(fmt), INT4):
+        return blocks.quantize_int4(x, fmt)
     return None
 
 
@@ -148,9 +153,11 @@ def choices() -> list[Choice]:
     return [
         *here,
         Choice("quantize nvfp4, mxfp8, rows of fp8_block", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
+        Choice("quantize fp8_block by tiles and columns, int4", "cuda", "Triton", "the reference's bytes"),
         Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
         Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),
         Choice("fp8_block, int4 products", "cuda", "Triton on stored codes", same),
         Choice("gradients", "cuda", "torch grouped GEMM", "BF16 operands, float32 sums"),
-        Choice("expert_tp slices; low_precision of fp8_block", "cuda", "torch reference", exact),
+        Choice("low_precision gradients of fp8_block", "cuda", "Triton on codes", "float32 sums of each slice"),
+        Choice("expert_tp slices; low_precision of nvfp4_tile", "cuda", "torch reference", exact),
     ]
