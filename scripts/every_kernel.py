@@ -12,7 +12,10 @@ from swapq.kernels import dispatch, fast
 from swapq.kernels.cuda import columns, elementwise
 from swapq.kernels.cuda.quantize import row_operand
 from swapq.kernels.refused import BY_KERNEL, any_refused
+from swapq.kernels.routing import Routing
+from swapq.nn.functional import LinearSpec
 from swapq.nn.gate import activation_table
+from swapq.nn.low_precision import gradients_of
 
 CUDA = torch.device("cuda")
 EXPERTS, TOP = 6, 2
@@ -50,6 +53,18 @@ def stored_block(fmt: str, hidden: int, inner: int) -> None:
         fast.stored_block(normal(tokens, hidden), ids.int(), weights, *stored, fmt, table)
 
 
+def fp8_gradients(n: int, k: int) -> None:
+    """Both products of a backward pass whose operands are FP8 blocks, and what quantizes them."""
+    routing = Routing.of(torch.randint(0, 4, (150, TOP), device=CUDA), EXPERTS)  # the last experts get nothing
+    gradients, form = gradients_of("fp8_block"), formats.get("fp8_block")
+    scope = form.scope_of_stack(n, 2)
+    master, rows = normal(EXPERTS, n, k), sum(routing.counts)
+    w = swapq.quantize(master, "fp8_block", scope=scope)
+    saved, dy = gradients.save(normal(rows, k), master, w, routing), normal(rows, n)
+    gradients.input_grad(saved, dy, routing, LinearSpec("fp8_block", "fp8_block", "low_precision"), scope)
+    gradients.weight_grad(saved, dy, routing, torch.float32)
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("error: every_kernel.py launches CUDA kernels and there is no CUDA device; run it on a Hopper GPU")
@@ -64,6 +79,10 @@ def main() -> None:
             swapq.quantize(normal(3, 64, k), fmt).dequantize(torch.bfloat16)
     for fmt in ("fp8_block", "int4"):
         stored_block(fmt, 512, 256)
+    for n, k in ((192, 144), (512, 256)):
+        fp8_gradients(n, k)
+    for fmt in ("int4", "int4_g32"):
+        swapq.quantize(normal(3, 40, 256), fmt)
     columns.quantize_columns(normal(70, 96), (1, 33, 0, 36))
     table, rows = activation_table("silu", CUDA), normal(11, 96)
     elementwise.swiglu(rows, table)
