@@ -11,6 +11,8 @@ from benchmarks.hopper.timing import Row, microseconds
 _MODES = {
     "nvfp4-rl": ("high_precision", "dequantized"),
     "mxfp8-rl": ("low_precision", "high_precision", "dequantized"),
+    "fp8-block-rl": ("low_precision", "high_precision", "dequantized"),
+    "int4-qat": ("dequantized",),
 }
 
 
