@@ -101,8 +101,10 @@ class VLLMGeneration(_VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "colocate":
             super()._init_vllm()
-            if is_converted(self.model) and self.accelerator.is_main_process:
-                _require_same_formats(plain_model(self.model), server.running(self.vllm_client))
+            if self.accelerator.is_main_process:
+                if is_converted(self.model):
+                    _require_same_formats(plain_model(self.model), server.running(self.vllm_client))
+                server.require_forgetting(self.vllm_client)
             return
         if self.accelerator.num_processes % self.tensor_parallel_size != 0:
             raise UnsupportedError(
@@ -276,8 +278,13 @@ class VLLMGeneration(_VLLMGeneration):
 
     def _send_to_server(self) -> SyncReport:
         start = time.perf_counter()
-        super().sync_weights()
-        verified = self._verify_server() if self.accelerator.is_main_process else 0
+        verified = 0
+        if self.accelerator.is_main_process:
+            with server.resting(self.vllm_client):
+                super().sync_weights()
+                verified = self._verify_server()
+        else:
+            super().sync_weights()
         metadata: Any = self._weight_metadata  # TRL's list of (name, dtype, shape), the same at every sync
         sizes = [_torch_dtype(dtype).itemsize * torch.Size(shape).numel() for _, dtype, shape in metadata]
         return SyncReport(time.perf_counter() - start, sum(sizes), len(sizes), verified)

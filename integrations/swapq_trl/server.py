@@ -1,13 +1,20 @@
-"""What a trainer asks the workers of a vLLM server: which formats they compute in, and whether they hold what was sent."""
+"""What a trainer asks a vLLM server beside TRL's requests.
 
-from collections.abc import Mapping
+Its workers: which formats they compute in, and whether they hold what was sent. The server: to rest and to forget, for an update.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from requests.exceptions import RequestException
 
-from swapq.errors import SyncError
+from swapq.errors import SyncError, UnsupportedError
 
-__all__ = ["CannotTell", "running", "verified"]
+__all__ = ["CannotTell", "require_forgetting", "resting", "running", "verified"]
+
+logger = logging.getLogger(__name__)
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls swapq_vllm.worker.WorkerExtension"
 
@@ -49,6 +56,83 @@ def verified(client: Any, digests: Mapping[str, str]) -> int:
         if bad:
             raise SyncError(f"worker {rank} of the server does not hold what was sent: {', '.join(bad[:6])}")
     return len({name for found in workers for name in found["equal"]})
+
+
+def require_forgetting(client: Any) -> None:
+    """Refuse a server with a KV connector that would bring back, after an update, what the old weights computed.
+
+    Raises:
+        UnsupportedError: a connector that cannot be emptied, or a vLLM that does not say whether it was.
+        CannotTell: there is a connector, and the server's workers have not swapq's extension.
+    """
+    transfer = client.get_server_info().get("kv_transfer_config") or {}
+    connector = transfer.get("kv_connector")
+    if connector is None:
+        return
+    for names in _ask(client, "swapq_keeping", f"say whether its KV connector, {connector}, can be emptied"):
+        for name in names:
+            raise UnsupportedError(
+                f"the server's KV connector, {name}, has no reset_cache(): after a weight update it would bring back keys and values "
+                "of the old weights; start the server without it"
+            )
+    if _emptied(client) is None:
+        raise UnsupportedError(
+            f"the server has a KV connector, {connector}, and its vLLM does not say whether emptying it succeeded; use vLLM 0.26 or "
+            "later, or start the server without it"
+        )
+
+
+@contextmanager
+def resting(client: Any) -> Iterator[None]:
+    """Meanwhile the server computes nothing and has forgotten what it computed: for an update of its weights.
+
+    Requests that run are finished first, with the weights they began with; those that come wait. After an error inside, the server keeps
+    resting, since it may hold half an update.
+
+    Raises:
+        SyncError: the server does not rest or did not empty its caches. Nothing was sent; it goes on with the weights it has, unless it
+            was resting already, as after half an update.
+    """
+    rested = _request(client, "get", "is_paused", "say whether it is paused").json()["is_paused"]
+    try:
+        # emptying by `pause` itself has no answer before vLLM 0.26
+        _request(client, "post", "pause?mode=wait&clear_cache=false", "finish its requests and rest")
+        _request(client, "post", "reset_encoder_cache", "empty its encoder cache")
+        if _emptied(client) is False:
+            raise SyncError(
+                "the server did not empty its caches (prefix cache, KV connector), so nothing was sent: they would bring back keys and "
+                "values of the old weights. Sync again; if it fails again start the server without the connector"
+            )
+    except BaseException:  # an interrupt too
+        if not rested:
+            _request(client, "post", "resume", "go on")
+        raise
+    try:
+        yield
+    except BaseException:
+        logger.error(
+            "%s stays paused, since it may hold half an update: requests wait until a sync lands whole, or until a POST to /resume",
+            client.base_url,
+        )
+        raise
+    _request(client, "post", "resume", "go on")
+
+
+def _emptied(client: Any) -> bool | None:
+    """Whether the server emptied its prefix cache and that of a KV connector; None where its vLLM does not say (before 0.26)."""
+    answer = _request(client, "post", "reset_prefix_cache?reset_external=true", "empty its caches")
+    return answer.json()["success"] if answer.text else None
+
+
+def _request(client: Any, method: str, path: str, what: str) -> Any:
+    """The answer to a request without a body, after the retries of TRL's session."""
+    try:
+        answer = getattr(client.session, method)(f"{client.base_url}/{path}")
+    except RequestException as error:
+        raise SyncError(f"the server could not {what} ({type(error).__name__}: {str(error)[:300]})") from error
+    if answer.status_code != 200:
+        raise SyncError(f"the server could not {what} ({answer.status_code}: {answer.text[:300]})")
+    return answer
 
 
 def _ask(client: Any, method: str, what: str, **arguments: Any) -> list[Any]:

@@ -21,12 +21,14 @@ __all__ = [
     "derives_weights",
     "forget_caches",
     "has_begun_requests",
+    "keeping_connectors",
     "on_meta",
     "original_loader",
     "quiet_reload",
     "require_supported",
     "reset_prefix_cache",
     "vllm_version",
+    "worker_connector",
 ]
 
 SUPPORTED = ((0, 25), (0, 31))
@@ -104,8 +106,11 @@ def reset_prefix_cache(llm: "LLM") -> bool:
     """
     scheduler = _scheduler(llm)
     connector = getattr(scheduler, "connector", None)
-    if connector is not None:
-        _require_forgetting(connector)
+    for name in keeping_connectors(connector):
+        raise UnsupportedError(
+            f"the engine's KV connector, {name}, has no reset_cache(): after a weight update it would bring back keys "
+            "and values of the old weights; start the engine without it"
+        )
     pool: Any = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
     entries = getattr(getattr(pool, "cached_block_hash_to_block", None), "_cache", None)
     watched = getattr(pool, "_reuse_watchers", None)  # by a block's place in the whole list
@@ -124,16 +129,19 @@ def _scheduler(llm: "LLM") -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
 
-def _require_forgetting(connector: Any) -> None:
-    """Refuse a KV connector, or one among several, without a ``reset_cache`` of its own: vLLM takes it for one that was emptied."""
+def keeping_connectors(connector: Any) -> list[str]:
+    """Names of a KV connector, or of those among several, without a ``reset_cache`` of their own: vLLM takes them for emptied."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    for each in getattr(connector, "_connectors", [connector]):
-        if type(each).reset_cache is KVConnectorBase_V1.reset_cache:
-            raise UnsupportedError(
-                f"the engine's KV connector, {type(each).__name__}, has no reset_cache(): after a weight update it would bring back keys "
-                "and values of the old weights; start the engine without it"
-            )
+    every = [] if connector is None else getattr(connector, "_connectors", [connector])
+    return [type(each).__name__ for each in every if type(each).reset_cache is KVConnectorBase_V1.reset_cache]
+
+
+def worker_connector() -> Any:
+    """The KV connector of the worker in this process, of the scheduler's class; None without one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 def original_loader(tensor: torch.Tensor) -> Callable[..., Any]:

@@ -27,10 +27,10 @@ def model(request: pytest.FixtureRequest) -> Any:
 class Server:
     """The client end of a server that packs as TRL's does: it reads tensors only when all have been yielded."""
 
-    def __init__(self, answer: dict[str, Any], status: int = 200) -> None:
+    def __init__(self, answer: dict[str, Any], status: int = 200, emptied: bool = True) -> None:
         self.base_url = "http://server"
         self.session = self
-        self.answer, self.status_code, self.text = answer, status, "Not Found"
+        self.answer, self.status, self.emptied, self.paused = answer, status, emptied, False
         self.metadata: list[Any] = []
         self.received: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
@@ -43,15 +43,28 @@ class Server:
     def reset_prefix_cache(self) -> None:
         self.calls.append("reset")
 
-    def post(self, url: str, json: dict[str, Any]) -> "Server":
-        self.calls.append(json["method"])
-        self.expected = json["kwargs"]["expected_digests"]
-        return self
+    def get(self, url: str) -> Any:
+        assert url == "http://server/is_paused"
+        return answered({"is_paused": self.paused})
 
-    def json(self) -> dict[str, Any]:
+    def post(self, url: str, json: dict[str, Any] | None = None) -> Any:
+        if json is None:
+            self.calls.append(url.removeprefix("http://server/"))
+            self.paused = self.calls[-1] != "resume" and (self.paused or self.calls[-1].startswith("pause"))
+            return answered({"success": self.emptied})
+        self.calls.append(json["method"])
         wrong = {name for name in self.answer.get("wrong", ())}
-        equal = [name for name in self.expected if name not in wrong]
-        return {"results": [{"wrong": sorted(wrong), "unsent": [], "unknown": [], "unreadable": [], "equal": equal}]}
+        equal = [name for name in json["kwargs"]["expected_digests"] if name not in wrong]
+        found = {"wrong": sorted(wrong), "unsent": [], "unknown": [], "unreadable": [], "equal": equal}
+        return answered({"results": [found]}, self.status)
+
+
+def answered(content: Any, status: int = 200) -> Any:
+    return SimpleNamespace(status_code=status, text=str(content or ""), json=lambda: content)
+
+
+#: before anything is sent: no request runs, and nothing of the old weights is cached
+RESTING = ["pause?mode=wait&clear_cache=false", "reset_encoder_cache", "reset_prefix_cache?reset_external=true"]
 
 
 def server_generation(model: Any, server: Server) -> Any:
@@ -78,7 +91,7 @@ def test_server_metadata_is_the_same_at_every_sync_and_describes_what_is_sent(mo
     assert described == server.metadata[0]
     assert first.tensors == second.tensors == len(described)
     assert second.bytes == sum(t.nbytes for t in server.received.values())
-    assert server.calls == ["update", "reset", "swapq_verify"] * 2
+    assert server.calls == [*RESTING, "update", "reset", "swapq_verify", "resume"] * 2
 
 
 def test_what_a_server_receives_is_what_a_checkpoint_holds(model: Any, tmp_path: Any) -> None:
@@ -263,11 +276,15 @@ class Answering:
     def __init__(self, answer: Any) -> None:
         self.base_url, self.session, self.answer = "http://server", self, answer
         self.status_code, self.text = 200, ""
+        self.transfer: dict[str, Any] | None = None
 
-    def post(self, url: str, json: dict[str, Any]) -> "Answering":
+    def post(self, url: str, json: dict[str, Any] | None = None) -> "Answering":
         if isinstance(self.answer, Exception):
             raise self.answer
         return self
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"kv_transfer_config": self.transfer}
 
     def json(self) -> dict[str, Any]:
         return {"results": self.answer}
@@ -308,6 +325,51 @@ def test_a_server_with_another_recipe_is_refused_when_the_trainer_is_built(monke
     answer[name] = ["nvfp4", "bf16"]
     with pytest.raises(SyncError, match=f"{name} runs as nvfp4 with nvfp4 rows in the trainer and as nvfp4 with bf16"):
         generation.VLLMGeneration(model, Accelerator(cpu=True), None, mode="server")
+
+
+def test_a_connector_is_refused_where_nobody_can_tell_whether_it_was_emptied() -> None:
+    from requests.exceptions import RetryError
+
+    from swapq_trl import server
+
+    without = Answering(RetryError("too many 500 error responses"))
+    server.require_forgetting(without)
+    without.transfer = {"kv_connector": "LMCacheConnectorV1"}
+    with pytest.raises(SyncError, match=r"whether its KV connector, LMCacheConnectorV1, can be emptied.*--worker-ext"):
+        server.require_forgetting(without)
+    old = Answering([[], []])  # the body of its answer to a reset is empty
+    old.transfer = {"kv_connector": "OffloadingConnector"}
+    with pytest.raises(UnsupportedError, match=r"OffloadingConnector, and its vLLM does not say.*vLLM 0\.26"):
+        server.require_forgetting(old)
+    keeps = Answering([[], ["LMCacheConnectorV1"]])
+    keeps.transfer = {"kv_connector": "MultiConnector"}
+    with pytest.raises(UnsupportedError, match=r"LMCacheConnectorV1, has no reset_cache\(\)"):
+        server.require_forgetting(keeps)
+
+
+def test_a_server_that_did_not_forget_is_sent_nothing_and_goes_on(model: Any) -> None:
+    server = Server({}, emptied=False)
+    with pytest.raises(SyncError, match="did not empty its caches"):
+        server_generation(model, server).sync_weights()
+    assert server.calls == [*RESTING, "resume"]
+
+
+def test_a_server_that_holds_something_else_stays_paused_until_an_update_lands_whole(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server({"wrong": ["model.norm.weight"]})
+    generation = server_generation(model, server)
+    with pytest.raises(SyncError, match=r"model\.norm\.weight"):
+        generation.sync_weights()
+    assert server.calls == [*RESTING, "update", "reset", "swapq_verify"]
+    assert "http://server stays paused" in caplog.text
+    server.answer, server.emptied = {}, False
+    with pytest.raises(SyncError, match="did not empty its caches"):
+        generation.sync_weights()
+    assert server.paused, "it went on with half an update"
+    server.emptied = True
+    generation.sync_weights()
+    assert not server.paused
 
 
 def test_names_are_found_again_when_a_model_has_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

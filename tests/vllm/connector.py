@@ -9,7 +9,12 @@ __all__ = ["ForgettingConnector"]
 
 
 class ForgettingConnector(ExampleConnector):
+    #: a file of this name in the folder keeps it from being emptied
+    LOCK = "locked"
+
     def reset_cache(self) -> bool:
+        if (Path(self._storage_path) / self.LOCK).exists():
+            return False
         for entry in Path(self._storage_path).iterdir():
             shutil.rmtree(entry)
         return True
