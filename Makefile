@@ -33,8 +33,9 @@ test-all: env ## Slow tests too
 test-gpu: ## Tests that need a CUDA device, in the Python named by GPU_PYTHON
 	$(or $(GPU_PYTHON),python3) -m pytest -m gpu $(ARGS)
 
-lint: env ## Style and types
+lint: env ## Style, formatting and types
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 clean: ## Remove runs and caches, keep .venv

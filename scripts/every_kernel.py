@@ -1,4 +1,6 @@
-"""Run every CUDA kernel once or more, on small and odd shapes: what compute-sanitizer should watch.
+"""Run every CUDA kernel once or more, on small and odd shapes.
+
+What compute-sanitizer should watch:
 
     compute-sanitizer --tool memcheck python scripts/every_kernel.py     # and racecheck, synccheck, initcheck
 """
@@ -38,7 +40,8 @@ def block(fmt: str, hidden: int, inner: int) -> None:
     fast.stored_block(normal(tokens, hidden), ids.int(), weights, *some, fmt, table, local_of=local)
     row_operand(normal(9, 2 * inner), fmt, table=table)
     for rows in (3, 70, 300):
-        fast.dense_linear(normal(rows, hidden), swapq.quantize(normal(2 * inner, hidden), fmt).parts, fmt, normal(2 * inner))
+        x, w = normal(rows, hidden), swapq.quantize(normal(2 * inner, hidden), fmt).parts
+        fast.dense_linear(x, w, fmt, normal(2 * inner))
 
 
 def stored_block(fmt: str, hidden: int, inner: int) -> None:
@@ -67,7 +70,9 @@ def fp8_gradients(n: int, k: int) -> None:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        raise SystemExit("error: every_kernel.py launches CUDA kernels and there is no CUDA device; run it on a Hopper GPU")
+        raise SystemExit(
+            "error: every_kernel.py launches CUDA kernels and there is no CUDA device; run it on a Hopper GPU"
+        )
     for hidden, inner in ((160, 96), (512, 256)):
         for fmt in ("nvfp4", "mxfp8"):
             block(fmt, hidden, inner)

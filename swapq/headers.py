@@ -20,7 +20,17 @@ import torch
 
 from swapq.errors import CheckpointError
 
-__all__ = ["DTYPES", "INDEX_NAME", "SINGLE_NAME", "Folder", "TensorHeader", "folder_path", "read_folder", "read_json", "read_shard"]
+__all__ = [
+    "DTYPES",
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "Folder",
+    "TensorHeader",
+    "folder_path",
+    "read_folder",
+    "read_json",
+    "read_shard",
+]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -206,7 +206,8 @@ def test_large_stacks_have_the_references_bytes(fmt: str, kind: str, shared: boo
 @pytest.mark.parametrize("across", [False, True])
 def test_no_tile_reaches_into_the_next_weight(scope: str, shape: tuple[int, ...], across: bool) -> None:
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 0.02).to(torch.bfloat16)
-    x *= 4.0 ** torch.arange(x.shape[-2], dtype=torch.bfloat16)[:, None].div(50).floor()  # a tile's rows decide its scale
+    # a tile's rows decide its scale
+    x *= 4.0 ** torch.arange(x.shape[-2], dtype=torch.bfloat16)[:, None].div(50).floor()
     if across:
         x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert cpu.quantize_weights(x, "fp8_block", scope=scope) is not None

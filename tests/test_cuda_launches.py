@@ -72,8 +72,8 @@ def parameters(file: str) -> list[str]:
     return ["pointer" if "*" in p else "int" for p in found[2].split(",")]
 
 
-@pytest.fixture(autouse=True)
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
+@pytest.fixture(name="noted", autouse=True)
+def launches_are_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
     noted = Noted()
     for module in (columns, elementwise, quantize, tiles, grouped_decode, refused, word_sums):
         monkeypatch.setattr(module, "program", noted)
@@ -170,7 +170,9 @@ def test_a_decode_kernel_gets_whole_rounds_of_a_row_of_any_length_and_its_blocks
     form = quantize.formats.get(fmt)
     tokens = {tokens for rows in (1, 9, 17, 33, 256) if (tokens := fast._dense_tokens(rows, n))} | {8, 32}
     for k in (*range(32, 2048, 32), 4096, 7168, 7200, 16384, 17440, 53248, 1 << 18):
-        shapes = {(t, gated, grouped_decode._shape(fmt, n, t, gated, experts)) for t in (8, 32) for gated in (False, True)}
+        shapes = {
+            (t, gated, grouped_decode._shape(fmt, n, t, gated, experts)) for t in (8, 32) for gated in (False, True)
+        }
         shapes |= {(t, False, grouped_decode._shape_alone(n, most)) for t in tokens for most in (1, 4, 32)}
         for t, gated, shape in shapes:
             _, shared = grouped_decode._kernel(META, fmt, n, k, t, gated, False, shape)

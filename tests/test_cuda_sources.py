@@ -224,7 +224,9 @@ def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int,
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     aligned |= {(list(signature).index("K"),): [["tt.divisibility", 16]]}
     source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": shape.warps, "num_stages": shape.stages})
+    built = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": shape.warps, "num_stages": shape.stages}
+    )
     assert "cubin" in built.asm
     assert built.metadata.shared <= 227 << 10
     # rows and codes are on their way while earlier ones are multiplied: two loads, each two turns ahead

@@ -30,7 +30,9 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     ran: list[str] = []
 
-    def reference(x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, gather: bool) -> Tensor:
+    def reference(
+        x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, gather: bool
+    ) -> Tensor:
         ran.append(fmt)
         q = QTensor(w.codes, w.scales, fmt, scope, -1, torch.bfloat16, w.global_scale)
         with torch.no_grad():

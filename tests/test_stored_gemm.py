@@ -239,7 +239,9 @@ def test_the_assembly_of_int4_gives_the_bits_of_every_code_at_every_place_of_a_w
     from swapq.formats.int4 import INT4
     from swapq.kernels.stored_gemm import _int4_values
 
-    text, constraints = re.findall(r'"""(.*?)"""|"(=r[^"]*)"', _int4_values.src.split("inline_asm_elementwise")[1], re.S)
+    text, constraints = re.findall(
+        r'"""(.*?)"""|"(=r[^"]*)"', _int4_values.src.split("inline_asm_elementwise")[1], re.S
+    )
     assert constraints[1] == "=r,=r,=r,=r,r"
     every = torch.arange(256, dtype=torch.uint8)
     words = torch.stack([every.roll(i) for i in (0, 3, 101, 250)], 1)

@@ -14,7 +14,7 @@ from swapq.errors import SwapqError
 from swapq.formats import Parts
 from swapq.kernels import dispatch, fast, stored, stored_gemm
 from swapq.kernels.routing import Routing
-from tests.test_cuda_launches import META, SIZES, Noted, empty, noted  # noqa: F401
+from tests.test_cuda_launches import META, SIZES, Noted, empty, launches_are_noted  # noqa: F401  a fixture
 
 FORMATS = ("fp8_block", "int4", "int4_g32")
 
@@ -76,7 +76,7 @@ def weight(fmt: str, *shape: int, scope: str | None = None) -> Parts:
 @pytest.mark.parametrize("tokens", [0, 1, 3, 1 << 17])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_block_of_experts_runs_in_launches_that_cuda_takes(
-    experts: int, hidden: int, inner: int, tokens: int, fmt: str, noted: Noted, grid: Grid  # noqa: F811
+    experts: int, hidden: int, inner: int, tokens: int, fmt: str, noted: Noted, grid: Grid
 ) -> None:
     if fmt != "fp8_block" and (hidden % 128 or inner % 128):
         pytest.skip("INT4 has whole groups")
@@ -139,7 +139,7 @@ def test_what_is_kept_for_every_stream_is_there_before_it_is_kept(monkeypatch: p
 
 @pytest.mark.parametrize("beside", ["nvfp4", "mxfp8"])
 def test_nothing_comes_between_the_routing_and_the_kernel_that_runs_beside_it(
-    beside: str, noted: Noted, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    beside: str, noted: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate_up, down = weight(beside, 4, 64, 64), weight(beside, 4, 64, 32)
     if beside == "nvfp4":
@@ -170,7 +170,8 @@ def test_nothing_comes_between_the_routing_and_the_kernel_that_runs_beside_it(
     [
         ("fp8_block", "fp8_block", (8, 2816, 208), 1, True),
         ("int4_g32", "bf16", (8, 130, 96), 1, True),
-        ("fp8_block", "fp8_block", (8, 256, 256), 2, False),  # a row scale does not reach over the slices of `expert_tp`
+        # a row scale does not reach over the slices of `expert_tp`
+        ("fp8_block", "fp8_block", (8, 256, 256), 2, False),
         ("int4", "bf16", (8, 256, 256), 2, False),
         ("fp8_block", "fp8_block", (8, 256, 200), 1, False),
         ("fp8_block", "bf16", (8, 256, 256), 1, False),

@@ -16,7 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hopper.needs import require
+
 PARTS = ("quantizers", "training", "linear", "block", "engine", "sync")
+IN_VLLM = ("block", "engine", "sync")
 
 
 def main() -> None:
@@ -24,8 +27,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("these benchmarks time CUDA kernels and there is no CUDA device; run them on a Hopper GPU")
+    served = ", ".join(part for part in options.only if part in IN_VLLM)
+    require(parser, vllm=f"{served} (--only runs other parts)" if served else "")
     console, found = Console(width=170), []
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in options.only:

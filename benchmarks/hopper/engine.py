@@ -28,6 +28,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.hopper.needs import require
 from benchmarks.hopper.timing import Row
 
 BATCHES, STEPS, LAYERS, PREFILL, VOCABULARY = (1, 16, 64, 256), 128, 8, 8192, 32768
@@ -210,7 +211,8 @@ def main() -> None:
         make(options.checkpoints, options.make, options.layers)
     elif options.measure:
         measure(options.checkpoints, options.measure)
-    else:
+    else:  # not in the processes that it starts: one that has looked for CUDA devices must not fork vLLM's
+        require(parser, vllm="every engine")
         for row in rows(options.engines, options.layers, options.checkpoints):
             print(row.line())
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import swapq
+from benchmarks.hopper.needs import require
 from benchmarks.hopper.timing import graphed
 from swapq.formats import Parts
 from swapq.kernels import fast
@@ -78,6 +79,7 @@ def main() -> None:
     formats, console = parser.parse_args().formats, Console(width=190)
     if unknown := set(formats) - set(GROUPS):
         parser.error(f"no kernel for few rows reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
+    require(parser)
     cases = [(f, m, t, s) for f in formats for m in MATRICES for t in (8, 16, 32, 64) for s in SHAPES]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
         list(pool.map(build, cases))

@@ -16,6 +16,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hopper.needs import require, require_triton
+
+if __name__ == "__main__":
+    require_triton()
+
 import swapq
 from benchmarks.hopper.block import INNER, SETS, TOP, E, H
 from benchmarks.hopper.timing import graphed
@@ -84,6 +89,7 @@ def main() -> None:
     formats, console = parser.parse_args().formats, Console(width=150)
     if unknown := set(formats) - set(GROUPS):
         parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
+    require(parser)
     cases = [(f, g, t, s) for f in formats for g in MATRICES for t, shapes in SHAPES.items() for s in shapes]
     workers = min(12, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:  # CUDA does not survive a fork

@@ -17,6 +17,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hopper.needs import require, require_triton
+
+if __name__ == "__main__":
+    require_triton()
+
 import swapq
 from benchmarks.hopper.block import INNER, SETS, TOP, E, H
 from benchmarks.hopper.timing import graphed
@@ -96,6 +101,7 @@ def main() -> None:
     options, console = parser.parse_args(), Console(width=150)
     if unknown := set(options.formats) - set(FORMATS):
         parser.error(f"the kernel does not read {', '.join(sorted(unknown))}; it reads {' and '.join(FORMATS)}")
+    require(parser)
     cases = [(fmt, tile, shape) for fmt in options.formats for tile in TILES for shape in SHAPES]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
         list(pool.map(build, cases))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.hopper.needs import require
 from benchmarks.hopper.timing import Row
 
 ENGINES = ("bf16", "nvfp4-rl", "mxfp8-rl")
@@ -182,6 +183,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if unknown := set(options.recipes) - set(ENGINES[1:]):
         parser.error(f"{', '.join(sorted(unknown))} is not measured; {' and '.join(ENGINES[1:])} are")
+    require(parser, cuda=False, vllm="either side of the sync")
     if options.measure:
         _measure(options.measure)
     else:

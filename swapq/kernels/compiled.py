@@ -32,8 +32,10 @@ _FP8_FLOOR = F(FP8_FLOOR)
 _INT4_FLOOR = F(INT4_FLOOR)
 _INT4_TOP = F(TOP)
 _ONE_SEVENTH = F(ONE_SEVENTH)
-_INTEGER = F(12582912.0)  # adding 1.5 * 2^23 rounds to integers, nearest even; the last byte is the integer in two's complement
-_STRIP = 8 * BLOCK  # columns of a row of tiles that are worked on at once, so that the second pass finds them in the second-level cache
+#: adding 1.5 * 2^23 rounds to integers, nearest even; the last byte is the integer in two's complement
+_INTEGER = F(12582912.0)
+#: columns of a row of tiles that are worked on at once, so that the second pass finds them in the second-level cache
+_STRIP = 8 * BLOCK
 
 
 def _jit(function: Callable[..., Any]) -> Any:

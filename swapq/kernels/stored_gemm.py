@@ -107,10 +107,14 @@ def _kernel(
             block = (start // GROUP + tl.arange(0, 1)) if GROUP % BK == 0 else byte // (GROUP // 2)
             if LEFT:
                 both = tl.load(codes + line[:, None] * (K // 2) + byte[None, :], mask=here[None, :], other=0)
-                scale = tl.load(scales + line[:, None] * BLOCKS + block[None, :], mask=(block < BLOCKS)[None, :], other=0.0)
+                scale = tl.load(
+                    scales + line[:, None] * BLOCKS + block[None, :], mask=(block < BLOCKS)[None, :], other=0.0
+                )
             else:
                 both = tl.load(codes + line[None, :] * (K // 2) + byte[:, None], mask=here[:, None], other=0)
-                scale = tl.load(scales + line[None, :] * BLOCKS + block[:, None], mask=(block < BLOCKS)[:, None], other=0.0)
+                scale = tl.load(
+                    scales + line[None, :] * BLOCKS + block[:, None], mask=(block < BLOCKS)[:, None], other=0.0
+                )
             low, high = _int4_values(both)
             low = (low.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)
             high = (high.to(tl.float32) * scale.to(tl.float32)).to(tl.bfloat16)

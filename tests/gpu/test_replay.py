@@ -76,7 +76,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def generated(llm: Any, tokens: int = 40) -> list[Any]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(max_tokens=tokens, min_tokens=min(3, tokens), temperature=1.0, seed=0, logprobs=0, detokenize=False)
+    parameters = SamplingParams(
+        max_tokens=tokens, min_tokens=min(3, tokens), temperature=1.0, seed=0, logprobs=0, detokenize=False
+    )
     return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
 
 

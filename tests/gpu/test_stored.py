@@ -50,7 +50,9 @@ def test_no_bit_depends_on_the_tile(n: int, k: int, fmt: str, kind: str) -> None
     w = form.stored(swapq.quantize(sample(kind, E, n, k, seed=1), fmt).parts)
     x, ids = sample(kind, 200, k, seed=2), routed(200)[1]
     rows = _rows(x, fmt)
-    products = [_product(rows, w, fmt, form.default_scope, route(ids, E, slots), spread=True) for slots in (16, 32, 128)]
+    products = [
+        _product(rows, w, fmt, form.default_scope, route(ids, E, slots), spread=True) for slots in (16, 32, 128)
+    ]
     assert products[0].isfinite().all()
     for other in products[1:]:
         assert torch.equal(other.view(torch.int16), products[0].view(torch.int16))

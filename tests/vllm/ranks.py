@@ -16,7 +16,7 @@ from swapq.formats import Parts
 from swapq.nn.experts import SwapqExperts
 from swapq_vllm.ops import routed_experts
 from tests.helpers.models import qwen3_moe
-from tests.vllm import inside
+from tests.vllm import inside, updates
 from tests.vllm.engine import Engine
 from tests.vllm.ranked_worker import assembled, routed_tokens
 
@@ -115,7 +115,7 @@ def _observe(pair: Pair, expert_tp: int, own: Mapping[str, Any], options: Mappin
             ]
         seen.digests.append(_digests(engine))
         before = time.perf_counter()
-        seen.reports, after = engine(inside.update_workers, other)
+        seen.reports, after = engine(updates.update_workers, other)
         seen.update_seconds = time.perf_counter() - before
         seen.scores.append(after)
         seen.digests.append(_digests(engine))
@@ -217,7 +217,7 @@ def judge(pair: Pair, seen: dict[str, Seen], device: str) -> None:
         print(
             f"\n{pair.recipe}, {kind}: mean |log-probability difference| {floor:.5f} to the trainer, {drift:.5f} to one rank (greedy "
             f"{mean:.5f}, {equal} of {all_tokens} tokens equal); {len(expected[0])} digests twice, "
-            f"{sum(t.nbytes for t in inside._weights(str(pair.folder(expert_tp, 1))).values())} bytes updated in "
+            f"{sum(t.nbytes for t in inside.weights(str(pair.folder(expert_tp, 1))).values())} bytes updated in "
             f"{mine.update_seconds:.2f} s; {mine.seconds:.0f} s in all"
         )
         assert mine.digests == expected, f"{kind}: {_unlike(mine.digests, expected)}"

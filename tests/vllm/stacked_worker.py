@@ -22,7 +22,7 @@ class StackedWorker(WorkerExtension):
         served = Served.of(self)
         for each in served.stacks.values():
             getattr(each.layer, each.parameter).data.view(torch.uint8).zero_()
-        weights = {name: tensor.to(served.worker.device) for name, tensor in inside._weights(directory).items()}
+        weights = {name: tensor.to(served.worker.device) for name, tensor in inside.weights(directory).items()}
         tensors = stack(weights, served.stacked_experts)
         arrived, equal, _, _ = receive(self, tensors.items(), {n: tensor_digest(t) for n, t in tensors.items()})
         first = next(iter(served.stacks.values()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import swapq
-from tests.vllm import inside
+from tests.vllm import inside, updates
 from tests.vllm.conftest import Exports
 from tests.vllm.engine import Engine
 
@@ -24,10 +24,10 @@ def test_updates_reach_the_compiled_graph(compiled: tuple[Engine, str], exports:
     engine, recipe = compiled
     first, second = str(exports(recipe)), str(exports(recipe, 1))
     start, places = engine(inside.score), engine(inside.addresses)
-    other = engine(inside.update_and_score, second)
+    other = engine(updates.update_and_score, second)
     assert not torch.equal(other, start)
     assert engine(inside.served_digests) == swapq.digest(second)
-    assert torch.equal(engine(inside.update_and_score, first), start)
+    assert torch.equal(engine(updates.update_and_score, first), start)
     assert engine(inside.addresses) == places
     engine.close()
     fresh = Engine(second, enforce_eager=False)

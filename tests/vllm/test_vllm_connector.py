@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm import inside
+from tests.vllm import faults, inside, updates
 from tests.vllm.conftest import Exports
 from tests.vllm.engine import Engine
 
@@ -29,16 +29,16 @@ def test_after_an_update_a_connector_brings_nothing_back(engine: Engine, exports
     over_first, cached = engine(inside.generated_from_a_long_prompt)
     assert cached == 0
     assert engine(inside.generated_from_a_long_prompt) == (over_first, 32), "nothing was cached that could come back"
-    engine(inside.update, second)
+    engine(updates.update, second)
     over_second, cached = engine(inside.generated_from_a_long_prompt)
     assert cached == 0
     assert over_second != over_first
-    engine(inside.update, first)
+    engine(updates.update, first)
     assert engine(inside.generated_from_a_long_prompt) == (over_first, 0)
 
 
 def test_a_connector_that_cannot_forget_is_refused_and_nothing_is_changed(engine: Engine, exports: Exports) -> None:
-    said, holds_the_same = engine(inside.update_with_a_connector_that_keeps, str(exports("nvfp4-rl", 1)))
+    said, holds_the_same = engine(faults.update_with_a_connector_that_keeps, str(exports("nvfp4-rl", 1)))
     assert "ForgettingConnector, has no reset_cache()" in said
     assert holds_the_same
     assert engine(inside.score).isfinite().all()

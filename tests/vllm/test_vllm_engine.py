@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import swapq
-from tests.vllm import inside
+from tests.vllm import inside, updates
 from tests.vllm.conftest import LINEARS, RECIPES, Exports, tiny
 from tests.vllm.engine import Engine
 
@@ -74,7 +74,7 @@ def test_its_linears_give_the_trainers_bits(engine: Engine, recipe: str) -> None
 
 def test_the_same_weights_again_change_nothing(engine: Engine, exports: Exports, recipe: str) -> None:
     before = engine(inside.score)
-    report = engine(inside.update, str(exports(recipe)))
+    report = engine(updates.update, str(exports(recipe)))
     assert torch.equal(engine(inside.score), before)
     assert report["verified"] == report["tensors"] == len(swapq.digest(exports(recipe)))
     assert report["unverified"] == ()
@@ -82,24 +82,24 @@ def test_the_same_weights_again_change_nothing(engine: Engine, exports: Exports,
 
 def test_four_updates_end_where_they_began(engine: Engine, exports: Exports, recipe: str) -> None:
     first = str(exports(recipe))
-    start, places = engine(inside.update_and_score, first), engine(inside.addresses)
+    start, places = engine(updates.update_and_score, first), engine(inside.addresses)
     memory = engine(inside.tensor_bytes)
     for seed in (1, 2, 3):
-        other = engine(inside.update_and_score, str(exports(recipe, seed)))
+        other = engine(updates.update_and_score, str(exports(recipe, seed)))
         assert not torch.equal(other, start)
         assert engine(inside.served_digests) == swapq.digest(exports(recipe, seed))
-    assert torch.equal(engine(inside.update_and_score, first), start)
+    assert torch.equal(engine(updates.update_and_score, first), start)
     assert engine(inside.addresses) == places
     assert engine(inside.tensor_bytes) == memory
 
 
 def test_a_sender_may_reuse_its_buffer(engine: Engine, exports: Exports, recipe: str) -> None:
-    assert engine(inside.update_from_one_buffer, str(exports(recipe))) == swapq.digest(exports(recipe))
+    assert engine(updates.update_from_one_buffer, str(exports(recipe))) == swapq.digest(exports(recipe))
 
 
 def test_uninitialized_memory_reaches_no_weight(engine: Engine, exports: Exports, recipe: str) -> None:
-    start = engine(inside.update_and_score, str(exports(recipe)))
-    assert torch.equal(engine(inside.update_with_poisoned_memory, str(exports(recipe))), start)
+    start = engine(updates.update_and_score, str(exports(recipe)))
+    assert torch.equal(engine(updates.update_with_poisoned_memory, str(exports(recipe))), start)
 
 
 def test_a_servers_worker_is_checked_by_digests(engine: Engine, exports: Exports, recipe: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import swapq
 from tests.helpers.models import FAMILIES
 from tests.helpers.recipes import tiny
-from tests.vllm import inside
+from tests.vllm import faults, inside, updates
 from tests.vllm.engine import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -49,7 +49,7 @@ def test_it_serves_the_folder_and_takes_it_again(served: tuple[Engine, Path]) ->
     assert engine(inside.served_digests) == swapq.digest(folder)
     before = engine(inside.score)
     assert before.isfinite().all()
-    report = engine(inside.update, str(folder))
+    report = engine(updates.update, str(folder))
     assert report["verified"] == len(swapq.digest(folder))
     assert torch.equal(engine(inside.score), before)
 
@@ -68,7 +68,7 @@ def test_an_ordinary_checkpoint_takes_verified_updates_too(plain: tuple[Engine, 
     engine, folder = plain
     before = engine(inside.score)
     for _ in range(2):
-        report = engine(inside.update, str(folder))
+        report = engine(updates.update, str(folder))
         assert report["unverified"] == ()
         assert torch.equal(engine(inside.score), before)
     assert engine(inside.served_digests) == swapq.digest(folder)
@@ -76,9 +76,9 @@ def test_an_ordinary_checkpoint_takes_verified_updates_too(plain: tuple[Engine, 
 
 def test_a_tied_head_may_be_sent_but_not_differ(plain: tuple[Engine, Path]) -> None:
     engine, folder = plain
-    assert engine(inside.update_with_tied_head, str(folder), False) == "nothing"
-    assert "model.embed_tokens.weight" in engine(inside.update_with_tied_head, str(folder), True)
-    engine(inside.update, str(folder))
+    assert engine(faults.update_with_tied_head, str(folder), False) == "nothing"
+    assert "model.embed_tokens.weight" in engine(faults.update_with_tied_head, str(folder), True)
+    engine(updates.update, str(folder))
 
 
 def test_an_export_of_fp32_masters_serves_what_its_bf16_copy_does(tmp_path: Path) -> None:

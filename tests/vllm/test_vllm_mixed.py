@@ -12,7 +12,7 @@ import swapq
 from swapq.diagnostics import audit
 from tests.helpers.mixed import mixed
 from tests.helpers.models import deepseek_v3
-from tests.vllm import inside
+from tests.vllm import inside, updates
 from tests.vllm.engine import Engine
 from tests.vllm.test_vllm_families import SIZES
 
@@ -88,7 +88,7 @@ def test_its_experts_and_its_linears_give_the_trainers_bits(engine: Engine) -> N
 def test_an_update_of_both_formats_is_verified_and_changes_nothing(engine: Engine, folder: Path) -> None:
     before = engine(inside.score)
     assert before.isfinite().all()
-    report = engine(inside.update, str(folder))
+    report = engine(updates.update, str(folder))
     assert report["verified"] == report["tensors"] == len(swapq.digest(folder))
     assert report["unverified"] == ()
     assert torch.equal(engine(inside.score), before)

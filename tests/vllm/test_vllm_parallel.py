@@ -7,7 +7,7 @@ import torch
 
 import swapq
 from tests.helpers import recipes
-from tests.vllm import inside
+from tests.vllm import inside, updates
 from tests.vllm.conftest import Exports, tiny
 from tests.vllm.engine import Engine, EngineError
 from tests.vllm.ranks import Pair, judge, observe
@@ -34,7 +34,7 @@ def test_two_ranks_serve_what_one_does(tmp_path: Path, recipe: str) -> None:
         try:
             scores.append(engine(inside.score))
             answers = engine(inside.verify_workers, str(folder))
-            shards, after = engine(inside.update_workers, str(folder))
+            shards, after = engine(updates.update_workers, str(folder))
             assert torch.equal(after, scores[-1]), "stacks filled a rank's shards otherwise than the loader"
             assert all(held["arrived"] == held["equal"] == len(swapq.digest(folder)) for held in shards)
             assert len({held["digest"] for held in shards}) == ranks, "ranks hold different parts"
@@ -58,7 +58,7 @@ def test_ranks_of_whole_experts_serve_what_one_rank_does(tmp_path: Path) -> None
         )
         try:
             scores.append(engine(inside.score))
-            shards, after = engine(inside.update_workers, str(folder))
+            shards, after = engine(updates.update_workers, str(folder))
             assert torch.equal(after, scores[-1])
             assert [held["arrived"] for held in shards] == [len(swapq.digest(folder))] * ranks
             assert len({held["digest"] for held in shards}) == ranks

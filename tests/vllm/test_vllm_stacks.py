@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import swapq
-from tests.vllm import inside
+from tests.vllm import faults, inside, updates
 from tests.vllm.conftest import RECIPES, Exports
 from tests.vllm.engine import Engine
 
@@ -30,10 +30,10 @@ def test_a_trainer_sends_the_stacks_of_its_export(engine: Engine, recipe: str) -
 
 def test_stacks_give_the_same_bits_as_single_experts(engine: Engine, exports: Exports, recipe: str) -> None:
     folder = str(exports(recipe, 1))
-    one_by_one = engine(inside.update_and_score, folder)
-    engine(inside.update, str(exports(recipe)))
+    one_by_one = engine(updates.update_and_score, folder)
+    engine(updates.update, str(exports(recipe)))
     assert not torch.equal(engine(inside.score), one_by_one)
-    report, stacks = engine(inside.stacked_update, folder)
+    report, stacks = engine(updates.stacked_update, folder)
     assert torch.equal(engine(inside.score), one_by_one)
     assert engine(inside.served_digests) == swapq.digest(folder)
     assert report["verified"] == report["tensors"] == len(swapq.digest(folder))
@@ -44,14 +44,14 @@ def test_stacks_give_the_same_bits_as_single_experts(engine: Engine, exports: Ex
 
 def test_four_stacked_updates_end_where_they_began(engine: Engine, exports: Exports, recipe: str) -> None:
     first = str(exports(recipe))
-    start, places = engine(inside.stacked_update_and_score, first), engine(inside.addresses)
+    start, places = engine(updates.stacked_update_and_score, first), engine(inside.addresses)
     for seed in (1, 2):
-        assert not torch.equal(engine(inside.stacked_update_and_score, str(exports(recipe, seed))), start)
-    assert torch.equal(engine(inside.stacked_update_and_score, first), start)
+        assert not torch.equal(engine(updates.stacked_update_and_score, str(exports(recipe, seed))), start)
+    assert torch.equal(engine(updates.stacked_update_and_score, first), start)
     assert engine(inside.addresses) == places
 
 
-def faults(recipe: str) -> list[tuple[str, str, str]]:
+def every_fault(recipe: str) -> list[tuple[str, str, str]]:
     scales = f"{CODES}_scale{'_inv' if recipe == 'fp8-block-rl' else ''}"
     found = [
         ("missing", CODES, "did not arrive"),
@@ -79,22 +79,22 @@ def test_every_fault_is_named_and_closes_the_engine_until_a_whole_update(
     engine: Engine, exports: Exports, recipe: str
 ) -> None:
     folder = str(exports(recipe))
-    good = engine(inside.stacked_update_and_score, folder)
-    for fault, name, says in faults(recipe):
-        raised, later = engine(inside.faulty_update, folder, fault, name, True)
+    good = engine(updates.stacked_update_and_score, folder)
+    for fault, name, says in every_fault(recipe):
+        raised, later = engine(faults.faulty_update, folder, fault, name, True)
         experts = f"{LAYER}." if fault in ("nan_scale", "unequal", "both ways") else name
         assert experts in raised, (fault, raised)
         assert says in raised, (fault, raised)
         assert "does not serve" in later, fault
-        assert torch.equal(engine(inside.stacked_update_and_score, folder), good), f"{fault}: not repaired"
+        assert torch.equal(engine(updates.stacked_update_and_score, folder), good), f"{fault}: not repaired"
 
 
 def test_a_byte_written_wrong_by_the_engine_is_found(engine: Engine, exports: Exports, recipe: str) -> None:
     single = f"{LAYER}.3.up_proj.weight"
-    raised = engine(inside.changed_after_arrival, str(exports(recipe)), single, True)
+    raised = engine(faults.changed_after_arrival, str(exports(recipe)), single, True)
     assert "does not hold what arrived" in raised
     assert CODES in raised
-    engine(inside.stacked_update, str(exports(recipe)))
+    engine(updates.stacked_update, str(exports(recipe)))
 
 
 @pytest.mark.parametrize("side", ["gate_up_proj", "down_proj"])
@@ -102,11 +102,11 @@ def test_a_layer_that_comes_half_as_stacks_is_refused_by_name(
     engine: Engine, exports: Exports, recipe: str, side: str
 ) -> None:
     folder = str(exports(recipe))
-    good = engine(inside.stacked_update_and_score, folder)
-    raised = engine(inside.half_stacked_update, str(exports(recipe, 1)), LAYER, side)
+    good = engine(updates.stacked_update_and_score, folder)
+    raised = engine(faults.half_stacked_update, str(exports(recipe, 1)), LAYER, side)
     assert LAYER in raised
     assert "not a part of them each way" in raised
-    assert torch.equal(engine(inside.stacked_update_and_score, folder), good)
+    assert torch.equal(engine(updates.stacked_update_and_score, folder), good)
 
 
 @pytest.mark.parametrize("as_stacks", [False, True])
@@ -115,13 +115,13 @@ def test_an_interrupted_update_closes_the_engine_until_a_whole_update(
     engine: Engine, exports: Exports, recipe: str, name: str, as_stacks: bool
 ) -> None:
     folder = str(exports(recipe))
-    good = engine(inside.update_and_score, folder)
-    assert "does not serve" in engine(inside.interrupted_update, str(exports(recipe, 1)), name, as_stacks)
-    assert torch.equal(engine(inside.update_and_score, folder), good)
+    good = engine(updates.update_and_score, folder)
+    assert "does not serve" in engine(faults.interrupted_update, str(exports(recipe, 1)), name, as_stacks)
+    assert torch.equal(engine(updates.update_and_score, folder), good)
 
 
 def test_an_engine_whose_weights_sleep_is_left_alone(engine: Engine, exports: Exports, recipe: str) -> None:
     folder = str(exports(recipe))
-    good = engine(inside.update_and_score, folder)
-    assert "wake_up" in engine(inside.update_asleep, str(exports(recipe, 1)))
+    good = engine(updates.update_and_score, folder)
+    assert "wake_up" in engine(faults.update_asleep, str(exports(recipe, 1)))
     assert torch.equal(engine(inside.score), good)

@@ -180,7 +180,8 @@ class _INT4(Scheme):
         }
 
     def encode(self, parts: Parts, empty: Empty | None = None) -> dict[str, Tensor]:
-        packed = cpu.stored(parts, self.fmt, empty).codes.bitwise_xor_(0x88)  # two's complement to ``code + 8``, in both halves of a byte
+        # two's complement to ``code + 8``, in both halves of a byte
+        packed = cpu.stored(parts, self.fmt, empty).codes.bitwise_xor_(0x88)
         shape = torch.tensor(parts.codes.shape, dtype=torch.int64, device="cpu")
         return {"weight_packed": packed.view(torch.int32), "weight_scale": parts.scales, "weight_shape": shape}
 

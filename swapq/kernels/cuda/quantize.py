@@ -161,9 +161,7 @@ def _quantize_stack(x: Tensor, codes: Tensor, scales: Tensor, team: _Team) -> Pa
     shared = team.slots * team.rows * k * 2
     kernel.allow_shared_memory(shared)
     grid = (team.members * min(team.teams, matrices),)
-    kernel.launch(
-        grid, 32 * _STACK_WARPS + 96, x, matrices, tops, codes, scales, decode, shared=shared, together=True
-    )
+    kernel.launch(grid, 32 * _STACK_WARPS + 96, x, matrices, tops, codes, scales, decode, shared=shared, together=True)
     return Parts(codes, scales, decode)
 
 
