@@ -78,7 +78,15 @@ def test_a_quantizer_writes_the_bytes_of_the_definition(fmt: str, shape: tuple[i
 def test_the_quantizer_of_squares_compiles_and_rounds_to_nearest_even(capability: int, columns: bool) -> None:
     from swapq.kernels import quantize_blocks as q
 
-    signature = {"x": "*i16", "codes": "*fp8e4nv", "scales": "*fp32", "N": "i32", "K": "i32", "DOWN": "i32", "ACROSS": "i32"}
+    signature = {
+        "x": "*i16",
+        "codes": "*fp8e4nv",
+        "scales": "*fp32",
+        "N": "i32",
+        "K": "i32",
+        "DOWN": "i32",
+        "ACROSS": "i32",
+    }
     constants = {"COLUMNS": columns, "FLOOR": q.FLOOR, "MOST": q.E4M3_MAX, "B": q.BLOCK}
     ptx = compiled(q._squares, signature, constants, capability, warps=8)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
@@ -99,7 +107,9 @@ def test_the_quantizer_of_int4_compiles_and_rounds_to_nearest_even(capability: i
     assert "add.f32" in ptx or "add.rn.f32" in ptx
 
 
-def compiled(kernel: object, signature: dict[str, str], constants: dict[str, object], capability: int, warps: int) -> str:
+def compiled(
+    kernel: object, signature: dict[str, str], constants: dict[str, object], capability: int, warps: int
+) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
