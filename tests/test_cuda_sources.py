@@ -12,6 +12,7 @@ from swapq.errors import SwapqError
 from swapq.formats.bits import e2m1_encode, pack_nibbles
 from swapq.kernels.cuda import program, quantize
 from swapq.kernels.word_sums import LANE
+from tests.helpers.triton_kernels import compiled, pointers
 
 pytest.importorskip("cuda.bindings.nvrtc")
 ARCHITECTURES = ("sm_90", "sm_100")
@@ -180,10 +181,7 @@ def test_a_source_that_does_not_compile_says_where() -> None:
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("gated", "dense"), [(False, False), (True, False), (False, True)])
 def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from swapq.kernels.grouped_gemm import _kernel
 
     signature = {
@@ -194,8 +192,7 @@ def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -
         "SPREAD": not dense, "SORTED": False, "DENSE": dense, "GATED": gated, "HAS_ROW_SCALE": True, "HAS_SCALE": True, "HAS_BIAS": True,
         "BM": 128, "BN": 128, "BK": 32,
     }  # fmt: skip
-    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, "num_stages": 4})
+    built = compiled(_kernel, signature, constants, capability, num_warps=8, num_stages=4)
     assert "cubin" in built.asm
 
 
@@ -203,10 +200,7 @@ def test_the_triton_kernel_compiles(capability: int, gated: bool, dense: bool) -
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("tile", [16, 32, 128])
 def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int, tile: int) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from swapq.kernels.stored_gemm import _kernel, _shape
 
     shape = _shape(group > 0, tile)
@@ -220,13 +214,8 @@ def test_the_triton_kernel_of_stored_codes_compiles(capability: int, group: int,
         "INT4": group > 0, "SPREAD": True, "SORTED": False, "DENSE": False, "HAS_BIAS": True, "GROUP": group,
         "LEFT": shape.left, "BM": tile, "BN": shape.columns, "BK": 128,
     }  # fmt: skip
-    # as at a launch: tensors start at sixteen bytes, and so do their rows
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    aligned |= {(list(signature).index("K"),): [["tt.divisibility", 16]]}
-    source = ASTSource(_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    built = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": shape.warps, "num_stages": shape.stages}
-    )
+    aligned = [*pointers(signature), "K"]  # rows begin at sixteen bytes too
+    built = compiled(_kernel, signature, constants, capability, aligned, num_warps=shape.warps, num_stages=shape.stages)
     assert "cubin" in built.asm
     assert built.metadata.shared <= 227 << 10
     # rows and codes are on their way while earlier ones are multiplied: two loads, each two turns ahead

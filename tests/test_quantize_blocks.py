@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.triton_kernels import compiled, pointers
 from tests.test_stored_gemm import interpreted
 
 pytest.importorskip("triton")
@@ -88,7 +89,7 @@ def test_the_quantizer_of_squares_compiles_and_rounds_to_nearest_even(capability
         "ACROSS": "i32",
     }
     constants = {"COLUMNS": columns, "FLOOR": q.FLOOR, "MOST": q.E4M3_MAX, "B": q.BLOCK}
-    ptx = compiled(q._squares, signature, constants, capability, warps=8)
+    ptx = ptx_of(q._squares, signature, constants, capability, warps=8)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "fma" not in ptx  # one rounding a line of the contract
@@ -101,24 +102,15 @@ def test_the_quantizer_of_int4_compiles_and_rounds_to_nearest_even(capability: i
 
     signature = {"x": "*i16", "codes": "*i8", "scales": "*bf16", "GROUPS": "i32"}
     constants = {"G": group, "SEVENTH": q.ONE_SEVENTH, "FLOOR": q.INT4_FLOOR, "MOST": q.TOP, "B": q._GROUPS}
-    ptx = compiled(q._int4, signature, constants, capability, warps=4)
+    ptx = ptx_of(q._int4, signature, constants, capability, warps=4)
     assert "cvt.rn.bf16" in ptx
     assert "div.rn.f32" in ptx
     assert "add.f32" in ptx or "add.rn.f32" in ptx
 
 
-def compiled(
-    kernel: object, signature: dict[str, str], constants: dict[str, object], capability: int, warps: int
-) -> str:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    built = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": False}
-    )
+def ptx_of(kernel: object, signature: dict[str, str], constants: dict[str, object], capability: int, warps: int) -> str:
+    aligned = pointers(signature)
+    built = compiled(kernel, signature, constants, capability, aligned, num_warps=warps, enable_fp_fusion=False)
     return built.asm["ptx"]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.triton_kernels import compiled
 from tests.test_stored_gemm import COMMON, interpreted
 
 pytest.importorskip("triton")
@@ -57,19 +58,15 @@ def test_gradients_are_the_definitions_up_to_the_order_of_sums_whatever_the_edge
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_kernel_of_weight_gradients_compiles(capability: int, dtype: str) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from swapq.kernels import sliced_gemm
 
     signature = {
         "dy": "*u8", "dy_scale": "*fp32", "x": "*u8", "x_scale": "*fp32", "slices": "*i32", "dw": f"*{dtype}", "N": "i32", "K": "i32",
     }  # fmt: skip
     constants = {"BN": sliced_gemm._TILE_N, "BK": sliced_gemm._TILE_K, "SLICE": sliced_gemm._SLICE}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
-    source = ASTSource(sliced_gemm._kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    options = {"num_warps": sliced_gemm._WARPS, "num_stages": sliced_gemm._STAGES}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    warps, stages = sliced_gemm._WARPS, sliced_gemm._STAGES
+    built = compiled(
+        sliced_gemm._kernel, signature, constants, capability, signature, num_warps=warps, num_stages=stages
+    )
     assert "cubin" in built.asm
     assert built.metadata.shared <= 227 << 10
