@@ -91,8 +91,6 @@ def _fresh(
 ) -> torch.Tensor:
     """A copy that shares no storage with the model; float32 weights in the engine's dtype, except those kept in float32."""
     lower = tensor.dtype == torch.float32 and not is_scale(name) and not any(part in name for part in kept)
-    if not copy and not (lower and dtype != torch.float32) and tensor.is_contiguous():
-        return tensor.detach()
     return tensor.detach().to(dtype if lower else tensor.dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
