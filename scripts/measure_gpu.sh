@@ -19,7 +19,7 @@ export folder PYTHON=${PYTHON:-python3}
 
 command_of() {
     case $1 in
-        tests) echo "tests tests/gpu/test_kernels.py tests/gpu/test_stored.py tests/gpu/test_digest.py tests/gpu/test_cuda.py" ;;
+        tests) echo "tests tests/gpu/test_kernels.py tests/gpu/test_stored.py tests/gpu/test_digest.py tests/gpu/test_refused.py tests/gpu/test_cuda.py" ;;
         slow) echo "tests tests/gpu/test_kernels.py -m slow" ;;
         memcheck | racecheck | synccheck) echo "sanitizer $1" ;;
         quantizers | training | linear | block | engine | sync) echo "benchmark $1" ;;

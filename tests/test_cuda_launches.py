@@ -164,11 +164,8 @@ def test_a_linear_keeps_the_leading_shape_also_of_no_rows(lead: tuple[int, ...],
 def test_a_decode_kernel_gets_whole_rounds_of_a_row_of_any_length_and_its_blocks_fit(
     fmt: str, n: int, experts: int, noted: Noted
 ) -> None:
-    pytest.importorskip("triton")
-    from swapq.kernels import fast
-
     form = quantize.formats.get(fmt)
-    tokens = {tokens for rows in (1, 9, 17, 33, 256) if (tokens := fast._dense_tokens(rows, n))} | {8, 32}
+    tokens = {tokens for rows in (1, 9, 17, 33, 256) if (tokens := grouped_decode.dense_tile_tokens(rows, n))} | {8, 32}
     for k in (*range(32, 2048, 32), 4096, 7168, 7200, 16384, 17440, 53248, 1 << 18):
         shapes = {
             (t, gated, grouped_decode._shape(fmt, n, t, gated, experts)) for t in (8, 32) for gated in (False, True)

@@ -50,11 +50,11 @@ from swapq.kernels.reference import grouped_forward
 from swapq.kernels.routing import Routing
 
 # rows come from a CUDA kernel, which tests/gpu compares with these
-def fp8_operand(x, *, table=None):
+def row_operand(x, fmt, *, table=None):
     parts = formats.get("fp8_block").quantize(x, scope="row")
     return parts.codes.to(torch.float16), parts.scales
 
-stored.fp8_operand = fp8_operand
+stored.row_operand = row_operand
 
 """
 

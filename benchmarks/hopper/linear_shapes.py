@@ -2,22 +2,19 @@
 
     python -m benchmarks.hopper.linear_shapes [mxfp8] [nvfp4]
 
-For whoever sets ``_shape_alone`` in ``swapq/kernels/cuda/grouped_decode.py`` and ``_dense_tokens`` in ``swapq/kernels/fast.py``. Beside
-them: the weight expanded, then the GEMM, and BF16 in torch. No bit may depend on the choice: a candidate whose bits differ is an error.
+For whoever sets ``dense_tile_tokens`` and ``_shape_alone`` in ``swapq/kernels/cuda/grouped_decode.py``. Beside them: the weight expanded,
+then the GEMM, and BF16 in torch. No bit may depend on the choice: a candidate whose bits differ is an error.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
 from rich.console import Console
 
 import swapq
 from benchmarks.hopper.needs import require
-from benchmarks.hopper.timing import graphed
+from benchmarks.hopper.timing import build_all, graphed
 from swapq.formats import Parts
 from swapq.kernels import fast
 from swapq.kernels.cuda import grouped_decode as decode
@@ -42,7 +39,7 @@ def tiles(rows: int) -> Iterator[int]:
 
 def usual(n: int, rows: int) -> str:
     """What runs where nothing is said, up to four tiles."""
-    cut = dense_tiles(rows, fast._dense_tokens(rows, n))
+    cut = dense_tiles(rows, decode.dense_tile_tokens(rows, n))
     return f"{cut.tokens} {tuple(decode._shape_alone(n, cut.most))}"
 
 
@@ -81,8 +78,7 @@ def main() -> None:
         parser.error(f"no kernel for few rows reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
     require(parser)
     cases = [(f, m, t, s) for f in formats for m in MATRICES for t in (8, 16, 32, 64) for s in SHAPES]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
-        list(pool.map(build, cases))
+    build_all(build, cases)
     console.print(f"{torch.cuda.get_device_name()}; us, slots of a tile, shape, the fastest first")
     for name, (n, k) in MATRICES.items():
         made = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(1 + _BYTES // (n * k))]

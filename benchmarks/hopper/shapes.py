@@ -7,10 +7,7 @@ whose bits differ is an error.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -23,7 +20,7 @@ if __name__ == "__main__":
 
 import swapq
 from benchmarks.hopper.block import INNER, SETS, TOP, E, H
-from benchmarks.hopper.timing import graphed
+from benchmarks.hopper.timing import build_all, graphed
 from swapq.kernels.cuda import grouped_decode as decode
 from swapq.kernels.cuda.quantize import GROUPS, expand, row_operand
 from swapq.kernels.cuda.tiles import route
@@ -91,9 +88,7 @@ def main() -> None:
         parser.error(f"no kernel for few tokens reads {', '.join(sorted(unknown))}; it reads {' and '.join(GROUPS)}")
     require(parser)
     cases = [(f, g, t, s) for f in formats for g in MATRICES for t, shapes in SHAPES.items() for s in shapes]
-    workers = min(12, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:  # CUDA does not survive a fork
-        list(pool.map(build, cases))
+    build_all(build, cases)
     table = Table(title=torch.cuda.get_device_name())
     for column in ("format", "tokens", "matrix", "fastest: us, slots of a tile, shape"):
         table.add_column(column)

@@ -2,16 +2,14 @@
 
     python -m benchmarks.hopper.stored_shapes [fp8_block] [int4]
 
-For whoever sets ``tile_slots`` and ``_shape`` in ``swapq/kernels/stored_gemm.py``. The choice goes by the number of rows, so candidates
-whose bits differ are marked and must not be chosen: of sixteen rows as the left operand Triton takes other sixteens of K together.
+For whoever sets ``tile_slots`` in ``swapq/kernels/stored.py`` and ``_shape`` in ``swapq/kernels/stored_gemm.py``. The choice goes by the
+number of rows, so candidates whose bits differ are marked and must not be chosen: of sixteen rows as the left operand Triton takes other
+sixteens of K together.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -24,7 +22,7 @@ if __name__ == "__main__":
 
 import swapq
 from benchmarks.hopper.block import INNER, SETS, TOP, E, H
-from benchmarks.hopper.timing import graphed
+from benchmarks.hopper.timing import build_all, graphed
 from swapq import formats
 from swapq.formats import Parts
 from swapq.kernels import stored
@@ -103,8 +101,7 @@ def main() -> None:
         parser.error(f"the kernel does not read {', '.join(sorted(unknown))}; it reads {' and '.join(FORMATS)}")
     require(parser)
     cases = [(fmt, tile, shape) for fmt in options.formats for tile in TILES for shape in SHAPES]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")) as pool:
-        list(pool.map(build, cases))
+    build_all(build, cases)
     for fmt in options.formats:
         table = Table(title=f"{fmt}, {torch.cuda.get_device_name()}")
         for column in (

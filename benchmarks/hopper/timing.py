@@ -1,11 +1,15 @@
 """Clocks and rows that every part of the benchmark shares."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
 
 import torch
 
-__all__ = ["Row", "copy_bandwidth", "graphed", "microseconds"]
+__all__ = ["Row", "build_all", "copy_bandwidth", "graphed", "microseconds"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,11 @@ def copy_bandwidth() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / microseconds(lambda: target.copy_(source))
+
+
+def build_all(build: Callable[[Any], None], cases: Iterable[Any]) -> None:
+    """Compile every candidate into a cache, some at a time."""
+    with ProcessPoolExecutor(
+        min(12, os.cpu_count() or 1), get_context("spawn")
+    ) as pool:  # CUDA does not survive a fork
+        list(pool.map(build, cases))

@@ -124,26 +124,21 @@ def _emptied(client: Any) -> bool | None:
     return answer.json()["success"] if answer.text else None
 
 
-def _request(client: Any, method: str, path: str, what: str) -> Any:
-    """The answer to a request without a body, after the retries of TRL's session."""
-    try:
-        answer = getattr(client.session, method)(f"{client.base_url}/{path}")
-    except RequestException as error:
-        raise SyncError(f"the server could not {what} ({type(error).__name__}: {str(error)[:300]})") from error
-    if answer.status_code != 200:
-        raise SyncError(f"the server could not {what} ({answer.status_code}: {answer.text[:300]})")
-    return answer
-
-
 def _ask(client: Any, method: str, what: str, **arguments: Any) -> list[Any]:
     """Every worker's answer to a method of swapq's worker extension."""
-    url = f"{client.base_url}/collective_rpc"
+    body = {"method": method, "kwargs": arguments}
+    # after a failure the client tries again, also where a worker has no such method
+    return _request(client, "post", "collective_rpc", what, CannotTell, f"; {_START}", json=body).json()["results"]
+
+
+def _request(
+    client: Any, method: str, path: str, what: str, failure: type[SyncError] = SyncError, advice: str = "", **body: Any
+) -> Any:
+    """The answer to a request, after the retries of TRL's session; ``failure`` with ``advice`` at its end is raised without one."""
     try:
-        answer = client.session.post(url, json={"method": method, "kwargs": arguments})
-    except RequestException as error:  # the client tries again where a worker has no such method
-        raise CannotTell(
-            f"the server could not {what} ({type(error).__name__}: {str(error)[:300]}); {_START}"
-        ) from error
+        answer = getattr(client.session, method)(f"{client.base_url}/{path}", **body)
+    except RequestException as error:
+        raise failure(f"the server could not {what} ({type(error).__name__}: {str(error)[:300]}){advice}") from error
     if answer.status_code != 200:
-        raise CannotTell(f"the server could not {what} ({answer.status_code}: {answer.text[:300]}); {_START}")
-    return answer.json()["results"]
+        raise failure(f"the server could not {what} ({answer.status_code}: {answer.text[:300]}){advice}")
+    return answer

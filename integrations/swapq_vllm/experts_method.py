@@ -16,7 +16,7 @@ from swapq_vllm.compat import captures_graphs
 from swapq_vllm.loading import Arrivals, guard_experts
 from swapq_vllm.operands import Operands
 from swapq_vllm.ops import KERNELS_TAKE, capturable, routed_experts
-from swapq_vllm.soundness import Stored, any_unsound, can_be_unsound, unsound
+from swapq_vllm.soundness import Stored, any_damage, can_be_unsound, unsound
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import FusedMoEConfig
@@ -216,8 +216,7 @@ class SwapqExpertsMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: naming the checkpoint's tensors.
         """
-        apart = self.disagrees(layer)
-        if not bool(any_unsound(self.stored(layer))) and not (apart is not None and bool(apart.any())):
+        if not bool(any_damage([(layer, self)])):
             return
         here = [slot for slot in self.names if layer._map_global_expert_id_to_local_expert_id(slot[0]) != -1]
         name, wrong = next((n, b) for n, b in self._damage(layer) if bool(b.any()))

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from swapq.digest import Digests
@@ -12,7 +11,7 @@ from swapq.errors import SyncError
 from swapq_vllm.compat import abandon_reload, derives_weights
 from swapq_vllm.headers import engine_headers
 from swapq_vllm.placement import Layouts, Placement, trace
-from swapq_vllm.soundness import any_unsound
+from swapq_vllm.soundness import any_damage
 from swapq_vllm.stacks import Stack, stacks_of
 from swapq_vllm.unquantized import adopt, load_layout, takes_copies
 
@@ -109,12 +108,7 @@ class Served:
     def damage(self, layers: Mapping[int, nn.Module]) -> Tensor | None:
         """0-dim bool on the device: whether copies left in ``layers`` what no quantizer writes. Nothing waits for it."""
         looked = _quantized(layers)
-        if not looked:
-            return None
-        apart = [method.disagrees(layer) for layer, method in looked]
-        flags = [each.any() for each in apart if each is not None]
-        flags.append(any_unsound([stored for layer, method in looked for stored in method.stored(layer)]))
-        return torch.stack(flags).any()
+        return any_damage(looked) if looked else None
 
     def settle(self, layers: Mapping[int, nn.Module], damage: Tensor | None) -> None:
         """After copies into ``layers``: what is derived from their tensors is refreshed, and :meth:`damage` found before is refused.

@@ -1,7 +1,7 @@
 """What no quantizer writes, found in codes and scales before they are served."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.kernels.refused import REFUSED, any_refused
 
-__all__ = ["Stored", "any_unsound", "can_be_unsound", "unsound"]
+__all__ = ["Stored", "any_damage", "any_unsound", "can_be_unsound", "unsound"]
 
 
 class Stored(NamedTuple):
@@ -51,3 +51,15 @@ def any_unsound(stored: Sequence[Stored]) -> Tensor:
         return torch.zeros((), dtype=torch.bool, device=stored[0].tensor.device)
     tensors, found = zip(*looked, strict=True)
     return any_refused(tensors, found).any()
+
+
+def any_damage(looked: Sequence[tuple[Any, Any]]) -> Tensor:
+    """0-dim bool on the device: whether ``require_sound`` of a method would raise for its layer. Nothing waits for the device.
+
+    Args:
+        looked: at least one layer and its method (``stored`` and ``disagrees`` say what is looked at).
+    """
+    apart = [method.disagrees(layer) for layer, method in looked]
+    flags = [each.any() for each in apart if each is not None]
+    flags.append(any_unsound([stored for layer, method in looked for stored in method.stored(layer)]))
+    return torch.stack(flags).any()

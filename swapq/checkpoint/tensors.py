@@ -5,7 +5,7 @@ Invariant: an expert's gate and up carry one FP32 scale; E8M0 scales are uint8; 
 
 import os
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,7 +36,6 @@ __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_co
 Unit = tuple[str, Callable[[], Iterator[tuple[str, Tensor]]]]
 #: live name and module
 Swapped = list[tuple[str, QuantizedStorage]]
-
 
 #: model -> live names, and Hub name -> live name of the same tensor
 _renamed: "WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], dict[str, str]]]" = WeakKeyDictionary()
@@ -115,7 +114,7 @@ def checkpoint_tensors(
     root = base_model(model)
     modules = list(root.named_modules())
     _refuse_adapters(modules)
-    swapped = [(name, module) for name, module in modules if isinstance(module, QuantizedStorage)]
+    swapped = _swapped(modules)
     masters = list(_masters(swapped)) if check else []
     finite = _finite(masters)  # devices compute it while the list is made
     units: list[Unit] = []
@@ -133,7 +132,7 @@ def checkpoint_tensors(
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
     """State dict for ``save_pretrained`` of a model that holds codes: quantized tensors under checkpoint names, the rest as it is live."""
     root = base_model(model)
-    quantized = {name: t.clone() for _, module in _swapped(root) for name, t in module_tensors(module)}
+    quantized = {name: t.clone() for _, module in _swapped(root.named_modules()) for name, t in module_tensors(module)}
     return quantized | {name: whole(t) for name, t in _plain_state(root).items()}
 
 
@@ -151,8 +150,8 @@ def rest_names(root: nn.Module) -> set[str]:
     return set(_hub_names(root, _named_rest(root)))
 
 
-def _swapped(root: nn.Module) -> Swapped:
-    return [(name, m) for name, m in root.named_modules() if isinstance(m, QuantizedStorage)]
+def _swapped(modules: Iterable[tuple[str, nn.Module]]) -> Swapped:
+    return [(name, module) for name, module in modules if isinstance(module, QuantizedStorage)]
 
 
 def _masters(swapped: Swapped) -> Iterator[tuple[str, Tensor]]:
@@ -190,7 +189,7 @@ def _plain_state(root: nn.Module, swapped: Swapped | None = None) -> dict[str, T
     """What no swapped module holds, under live names."""
     taken = {
         f"{prefix}.{name}"
-        for prefix, module in (_swapped(root) if swapped is None else swapped)
+        for prefix, module in (_swapped(root.named_modules()) if swapped is None else swapped)
         for weight in module.weight_names()
         for name in (weight, *part_names(weight).values())
     }

@@ -55,16 +55,10 @@ def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: s
 
 
 def _dense_rows(x: Tensor, w: Parts, fmt: str, bias: Tensor | None) -> Tensor:
-    few = x.shape[0] <= 4 * _FEW
-    tiles = dense_tiles(x.shape[0], _dense_tokens(x.shape[0], w.codes.shape[1]) if few else 128)
+    rows, n = x.shape[0], w.codes.shape[1]
+    few = rows <= 4 * _FEW
+    tiles = dense_tiles(rows, decode.dense_tile_tokens(rows, n) if few else 128)
     return _product(row_operand(x, fmt), w, fmt, tiles, few=few, spread=False, bias=stored.epilogue_bias(bias))
-
-
-def _dense_tokens(rows: int, n: int) -> int:
-    """Slots in a tile of a linear's few rows: wide ones where blocks of 128 weight rows keep a GPU busy. No result depends on it."""
-    if rows > 32 and -(-n // 128) * -(-rows // 64) >= 132:
-        return 64
-    return 8 if rows <= 8 else 16 if rows <= 16 else 32
 
 
 def stored_block(

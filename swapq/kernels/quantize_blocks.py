@@ -22,9 +22,9 @@ _GROUPS = 32  # of INT4 that a program takes
 
 
 @triton.jit
-def _value(magnitude):
-    """BF16 bits without sign as float32. The largest are compared as integers, so that NaN is above Inf and shows."""
-    return (magnitude.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def _value(bits):
+    """BF16 bits as float32. Magnitudes are compared before, as integers, so that NaN is above Inf and shows."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _squares(
         inverse = inverse[None, :]
     else:
         tl.store(scales + (matrix * DOWN + down) * ACROSS + across, scale)
-    y = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True) * inverse
+    y = _value(bits) * inverse
     y = tl.clamp(y, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(codes + at, y.to(tl.float8e4nv), mask=here)
 
@@ -65,7 +65,7 @@ def _int4(
     scale = tl.maximum(top * SEVENTH, FLOOR, propagate_nan=tl.PropagateNan.ALL).to(tl.bfloat16)
     tl.store(scales + group, scale, mask=group < GROUPS)
     spread = tl.broadcast_to(scale.to(tl.float32)[:, None], (B, G))
-    y = tl.div_rn((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), spread)
+    y = tl.div_rn(_value(bits), spread)
     # to nearest even: a sum this large has no place for fractions
     y = (tl.clamp(y, -MOST, MOST) + 12582912.0) - 12582912.0
     tl.store(codes + at, y.to(tl.int8), mask=here)

@@ -12,11 +12,17 @@ from swapq.formats import Operand, Parts
 from swapq.formats.fp8_block import BLOCK
 from swapq.formats.int4 import INT4
 from swapq.kernels.cuda.elementwise import combine, swiglu
-from swapq.kernels.cuda.quantize import aligned, fp8_operand
+from swapq.kernels.cuda.quantize import aligned, row_operand
 from swapq.kernels.cuda.tiles import Tiles, dense_tiles, route, tiles_of
 from swapq.kernels.routing import Routing
 
-__all__ = ["dense_linear", "epilogue_bias", "fits", "input_grad", "routed_rows", "stored_block"]
+__all__ = ["dense_linear", "epilogue_bias", "fits", "input_grad", "routed_rows", "stored_block", "tile_slots"]
+
+
+def tile_slots(slots: int, experts: int) -> int:
+    """Slots in a tile, by how many an expert has on average. No result depends on it."""
+    mean = slots / experts
+    return 16 if mean <= 8 else 32 if mean <= 64 else 128
 
 
 def fits(fmt: str, n: int, k: int) -> bool:
@@ -28,16 +34,12 @@ def routed_rows(
     x: Tensor, w: Parts, fmt: str, scope: str, bias: Tensor | None, routing: Routing, *, gather: bool
 ) -> Tensor:
     """BF16 rows ``[R, N]`` in routed order from BF16 ``x``: tokens ``[T, K]`` if ``gather``, else rows ``[R, K]``."""
-    from swapq.kernels.stored_gemm import tile_slots
-
     tiles = tiles_of(routing, tile_slots(sum(routing.counts), w.codes.shape[0]))
     return _product(_rows(aligned(x), fmt), w, fmt, scope, tiles, spread=gather, in_order=True, bias=bias)
 
 
 def dense_linear(x: Tensor, w: Parts, fmt: str, bias: Tensor | None, *, scope: str | None = None) -> Tensor:
     """BF16 ``[..., N]`` of ``x [..., K]`` through one stored matrix ``[N, K]``; ``bias [N]``."""
-    from swapq.kernels.stored_gemm import tile_slots
-
     rows = aligned(x.to(torch.bfloat16).reshape(-1, x.shape[-1]))
     one, scope = Parts(w.codes[None], w.scales[None]), scope or formats.get(fmt).default_scope
     tiles = dense_tiles(rows.shape[0], tile_slots(rows.shape[0], 1))
@@ -58,8 +60,6 @@ def stored_block(
     local_of: Tensor | None = None,
 ) -> Tensor:
     """The block of contract section 4, as :func:`swapq.kernels.fast.stored_block`; ``scope`` is that of ``gate_up``."""
-    from swapq.kernels.stored_gemm import tile_slots
-
     experts, default = gate_up.codes.shape[0], formats.get(fmt).default_scope
     tiles = route(ids, experts, tile_slots(ids.numel(), experts), local_of=local_of)
     h = _product(_rows(x, fmt), gate_up, fmt, scope or default, tiles, spread=True)
@@ -90,7 +90,7 @@ def _rows(x: Tensor, fmt: str, table: Tensor | None = None) -> Operand:
     With ``table``, ``x`` holds gate and up, and the rows are those of :func:`swapq.kernels.cuda.elementwise.swiglu`.
     """
     if fmt == "fp8_block":
-        return Operand(*fp8_operand(x, table=table))
+        return Operand(*row_operand(x, fmt, table=table))
     return Operand(x if table is None else swiglu(x, table), None)
 
 

@@ -19,7 +19,7 @@ from swapq.formats import Operand
 from swapq.kernels.cuda.tiles import Tiles
 from swapq.kernels.tile_rows import tile_rows
 
-__all__ = ["Shape", "stored_gemm", "tile_slots"]
+__all__ = ["Shape", "stored_gemm"]
 
 _SLICE = 128
 
@@ -31,12 +31,6 @@ class Shape(NamedTuple):
     warps: int = 8
     stages: int = 3
     left: bool = False
-
-
-def tile_slots(slots: int, experts: int) -> int:
-    """Slots in a tile, by how many an expert has on average. No result depends on it."""
-    mean = slots / experts
-    return 16 if mean <= 8 else 32 if mean <= 64 else 128
 
 
 def _shape(int4: bool, slots: int) -> Shape:
@@ -168,7 +162,7 @@ def stored_gemm(
             ``[M, ceil(K/128)]``; BF16 without scale beside INT4.
         codes: uint8 ``[E, N, K]``, E4M3 bits; or ``[E, N, K/2]``, two INT4 codes a byte.
         scales: float32 ``[E, S, ceil(K/128)]``; or BF16 ``[E, N, K/group]``.
-        tiles: of :func:`tile_slots` slots.
+        tiles: of :func:`swapq.kernels.stored.tile_slots` slots.
         group: elements that share a scale of INT4; 0 says that the codes are E4M3.
         scale_row: int32 ``[N]``, row of ``scales`` of each row of the weight (E4M3).
         in_order: as in :func:`swapq.kernels.grouped_gemm.grouped_gemm`.

@@ -62,10 +62,10 @@ def test_no_bit_depends_on_the_tile(n: int, k: int, fmt: str, kind: str) -> None
 @pytest.mark.parametrize("k", [208, 768])
 def test_rows_for_fp8_weights_are_the_codes_of_what_swiglu_gives(k: int, kind: str) -> None:
     from swapq.kernels.cuda.elementwise import swiglu
-    from swapq.kernels.cuda.quantize import fp8_operand
+    from swapq.kernels.cuda.quantize import row_operand
 
     x, table = sample(kind, 37, 2 * k), activation_table("silu", CUDA)
-    for rows, found in ((x, fp8_operand(x)), (swiglu(x, table), fp8_operand(x, table=table))):
+    for rows, found in ((x, row_operand(x, "fp8_block")), (swiglu(x, table), row_operand(x, "fp8_block", table=table))):
         expected = formats.get("fp8_block").quantize(rows, scope="row")
         assert torch.equal(found.values.view(torch.int16), expected.codes.to(torch.float16).view(torch.int16))
         assert torch.equal(found.scale, expected.scales)

@@ -12,9 +12,10 @@ from swapq.kernels.cuda.program import Program, program
 from swapq.kernels.cuda.quantize import GROUPS, RowOperand, length, padded
 from swapq.kernels.cuda.tiles import Tiles
 
-__all__ = ["Shape", "grouped_decode", "tile_tokens"]
+__all__ = ["Shape", "dense_tile_tokens", "grouped_decode", "tile_tokens"]
 
 _SHARED_BYTES = 220 << 10  # of a Hopper multiprocessor's 228 KiB; a block takes 1 KiB more than it asks for
+_MULTIPROCESSORS = 132  # of an H200, on which shapes were chosen
 
 
 class Shape(NamedTuple):
@@ -33,11 +34,18 @@ def tile_tokens(slots: int, experts: int) -> int:
     return 8 if mean <= 5 else 32
 
 
+def dense_tile_tokens(rows: int, n: int) -> int:
+    """Slots in a tile of a linear's few rows: wide ones where blocks of 128 weight rows keep a GPU busy. No result depends on it."""
+    if rows > 32 and -(-n // 128) * -(-rows // 64) >= _MULTIPROCESSORS:
+        return 64
+    return 8 if rows <= 8 else 16 if rows <= 16 else 32
+
+
 def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
     """What was fastest on an H200 for a stack of matrices. No result depends on it."""
     if tokens > 8:
         return Shape(2, 8, 2, 2)
-    if blocks * n < 132 * 512:  # so little work that every multiprocessor should get a piece
+    if blocks * n < _MULTIPROCESSORS * 512:  # so little work that every multiprocessor should get a piece
         return Shape(1, 8, 2, 3, 2) if gated else Shape(1, 4, 2, 6, 2 if fmt == "mxfp8" else 0)
     if gated:
         return Shape(1, 4, 2, 6) if fmt == "nvfp4" else Shape(2, 8, 2, 2)
@@ -46,7 +54,7 @@ def _shape(fmt: str, n: int, tokens: int, gated: bool, blocks: int) -> Shape:
 
 def _shape_alone(n: int, tiles: int) -> Shape:
     """The same for a single matrix, whose blocks are few: the fewer there are, the more codes each has on their way."""
-    return Shape(1, 8, 4, 2) if 2 * -(-n // 128) * tiles >= 132 else Shape(1, 4, 8, 2)
+    return Shape(1, 8, 4, 2) if 2 * -(-n // 128) * tiles >= _MULTIPROCESSORS else Shape(1, 4, 8, 2)
 
 
 @lru_cache(maxsize=512)
@@ -106,13 +114,10 @@ def grouped_decode(
         overlap: begin while the kernel launched before ends. It may have made ``x``, but neither ``w`` nor ``tiles``.
     """
     n, k, gated = w.codes.shape[1], length(w, fmt), table is not None
-    if shape is None:
-        experts = w.codes.shape[0]
-        shape = (
-            _shape(fmt, n, tiles.tokens, gated, min(tiles.most, experts))
-            if experts > 1 or gated
-            else _shape_alone(n, tiles.most)
-        )
+    experts = w.codes.shape[0]
+    if shape is None and experts == 1 and not gated:
+        shape = _shape_alone(n, tiles.most)
+    shape = shape or _shape(fmt, n, tiles.tokens, gated, min(tiles.most, experts))
     kernel, shared = _kernel(x.values.device, fmt, n, k, tiles.tokens, gated, spread, shape)
     width = n // 2 if gated else n
     out = torch.empty(tiles.rows, width, dtype=torch.bfloat16, device=x.values.device)

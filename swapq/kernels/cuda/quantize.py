@@ -27,7 +27,7 @@ __all__ = [
 #: elements in one round of the tensor core's order (order.cuh)
 GROUPS = {"nvfp4": 128, "mxfp8": 64}
 #: 16-bit type that holds a format's operand values exactly
-OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16}
+OPERANDS = {"nvfp4": torch.float16, "mxfp8": torch.bfloat16, "fp8_block": torch.float16}
 _ROW, _TENSOR, _MXFP8, _FP8_BLOCK = 0, 1, 2, 3
 _KINDS = {"nvfp4": _ROW, "mxfp8": _MXFP8, "fp8_block": _FP8_BLOCK}  # of rows
 _THREADS = 256
@@ -38,7 +38,10 @@ _STACK_WARPS, _STACK_LEAD = 4, 2
 
 
 class RowOperand(NamedTuple):
-    """Rows as the expert kernels read them: ``values [M, padded K]`` in the order of order.cuh and float32 ``scale [M]`` or None."""
+    """Rows as the expert kernels read them: ``values [M, padded K]`` in the order of order.cuh and float32 ``scale [M]`` or None.
+
+    FP8 block: ``values [M, K]`` in their own order, ``scale [M, ceil(K / 128)]``.
+    """
 
     values: Tensor
     scale: Tensor | None
@@ -172,24 +175,12 @@ def row_operand(x: Tensor, fmt: str, *, table: Tensor | None = None, beside: boo
         table: as in :func:`quantize_rows`.
         beside: at the same time as the kernel launched before, whose results it does not need and whose inputs and results are alive.
     """
-    k = x.shape[-1] // (1 if table is None else 2)
-    values = torch.empty(x.shape[0], padded(k, fmt), dtype=OPERANDS[fmt], device=x.device)
-    kind = _ROW if fmt == "nvfp4" else _MXFP8
-    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if kind == _ROW else None
+    kind, (rows, k) = _KINDS[fmt], x.shape
+    k = k if table is None else k // 2
+    values = torch.empty(rows, k if kind == _FP8_BLOCK else padded(k, fmt), dtype=OPERANDS[fmt], device=x.device)
+    scales = {_ROW: (rows,), _FP8_BLOCK: (rows, -(-k // 128))}.get(kind)
+    scale = None if scales is None else torch.empty(scales, dtype=torch.float32, device=x.device)
     _launch(kind, fmt, x, k, table, None, values, None, scale, True, beside)
-    return RowOperand(values, scale)
-
-
-def fp8_operand(x: Tensor, *, table: Tensor | None = None) -> RowOperand:
-    """The operand of BF16 rows in FP8 block: E4M3 values in FP16, in their own order, and float32 scale ``[M, ceil(K / 128)]``.
-
-    Args:
-        table: as in :func:`quantize_rows`.
-    """
-    k = x.shape[-1] // (1 if table is None else 2)
-    values = torch.empty(x.shape[0], k, dtype=torch.float16, device=x.device)
-    scale = torch.empty(x.shape[0], -(-k // 128), dtype=torch.float32, device=x.device)
-    _launch(_FP8_BLOCK, "fp8_block", x, k, table, None, values, None, scale, True)
     return RowOperand(values, scale)
 
 
