@@ -2,20 +2,27 @@
 
     dw[n, k] = sum over an expert's slices of 128 tokens, ascending, of  f32(dy_codes[:, n] @ x_codes[:, k]) * f32(s_dy[n] * s_x[k])
 
-The definition is :func:`swapq.kernels.sliced.product`; sums of a slice are float32 here, rounded from float64 there.
+The definition is :func:`swapq.kernels.sliced.product`; sums of a slice are float32 here, rounded from float64 there. Codes are widened to
+FP16, which holds E4M3 exactly, some experts at a time: the tensor core then reads both operands from where TMA puts them. Widened in the
+product itself they go through registers and shared memory once more, and that is what such a product waits for.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from swapq.formats import Parts
 
 __all__ = ["grouped_weight_grad"]
 
 _SLICE = 128
-_TILE_N, _TILE_K, _WARPS, _STAGES = 64, 128, 4, 3  # the largest that spills no register
+_TILE_N, _TILE_K, _WARPS, _STAGES = 128, 128, 8, 3  # the largest that spills no register
+#: rows that are widened at a time, about; one expert may have more
+_ROWS = 1 << 15
 
 
 @triton.jit
@@ -26,18 +33,15 @@ def _kernel(
     across = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN) * across
     expert, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    n, k = (tile // across) * BN + tl.arange(0, BN), (tile % across) * BK + tl.arange(0, BK)
+    n_from, k_from = (tile // across) * BN, (tile % across) * BK
+    n, k = n_from + tl.arange(0, BN), k_from + tl.arange(0, BK)
     n_here, k_here = n < N, k < K
     acc = tl.zeros((BN, BK), tl.float32)
     for at in range(tl.load(slices + expert), tl.load(slices + expert + 1)):
         line = tl.cast(at, tl.int64)
-        token = line * SLICE + tl.arange(0, SLICE)
-        a = tl.load(dy + token[:, None] * N + n[None, :], mask=n_here[None, :], other=0)
-        b = tl.load(x + token[:, None] * K + k[None, :], mask=k_here[None, :], other=0)
+        a, b = dy.load([at * SLICE, n_from]), x.load([at * SLICE, k_from])
         s_a = tl.load(dy_scale + line * N + n, mask=n_here, other=0.0)
         s_b = tl.load(x_scale + line * K + k, mask=k_here, other=0.0)
-        a = a.to(tl.float8e4nv, bitcast=True).to(tl.float16)  # holds E4M3 exactly
-        b = b.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         acc = acc + tl.dot(tl.trans(a), b) * (s_a[:, None] * s_b[None, :])
     place = (expert * N + n[:, None]) * K + k[None, :]
     tl.store(dw + place, acc.to(dw.dtype.element_ty), mask=n_here[:, None] & k_here[None, :])
@@ -52,13 +56,37 @@ def grouped_weight_grad(dy: Parts, x: Parts, counts: tuple[int, ...], dtype: tor
         counts: rows of each expert, multiples of 128 that add up to ``R``.
     """
     n, k = dy.codes.shape[1], x.codes.shape[1]
-    ends = torch.tensor((0, *counts), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) // _SLICE
     out = torch.empty(len(counts), n, k, dtype=dtype, device=dy.codes.device)
-    grid = (len(counts) * triton.cdiv(n, _TILE_N) * triton.cdiv(k, _TILE_K),)
-    with torch.cuda.device_of(dy.codes):  # Triton launches on the current device
-        _kernel[grid](
-            dy.codes.contiguous().view(torch.uint8), dy.scales.contiguous(), x.codes.contiguous().view(torch.uint8), x.scales.contiguous(),
-            ends.to(out.device), out, n, k, BN=_TILE_N, BK=_TILE_K, SLICE=_SLICE,
-            num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
-        )  # fmt: skip
+    tiles = triton.cdiv(n, _TILE_N) * triton.cdiv(k, _TILE_K)
+    for experts, rows in _pieces(counts):
+        if rows.start == rows.stop:  # TMA describes no empty tensor
+            out[experts] = 0
+            continue
+        theirs = torch.tensor((0, *counts[experts]), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        lines = slice(rows.start // _SLICE, rows.stop // _SLICE)
+        a, b = (
+            TensorDescriptor.from_tensor(_wide(codes[rows]), [_SLICE, tile])
+            for codes, tile in ((dy.codes, _TILE_N), (x.codes, _TILE_K))
+        )
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            _kernel[(len(counts[experts]) * tiles,)](
+                a, dy.scales[lines].contiguous(), b, x.scales[lines].contiguous(), (theirs // _SLICE).to(out.device), out[experts], n, k,
+                BN=_TILE_N, BK=_TILE_K, SLICE=_SLICE, num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
+            )  # fmt: skip
     return out
+
+
+def _wide(codes: Tensor) -> Tensor:
+    return codes.to(torch.float16).contiguous()
+
+
+def _pieces(counts: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Experts beside each other, and their rows: about ``_ROWS`` of them."""
+    first = start = end = 0
+    for expert, rows in enumerate(counts):
+        if end > start and end - start + rows > _ROWS:
+            yield slice(first, expert), slice(start, end)
+            first, start = expert, end
+        end += rows
+    if first < len(counts):
+        yield slice(first, len(counts)), slice(start, end)
