@@ -1,10 +1,10 @@
 """Decode step and prefill of vLLM on 8 layers of Qwen3-30B-A3B's shape: stock BF16, stock NVFP4 (Marlin, weights only), stock FP8, swapq.
 
-Each engine is a process of its own with CUDA graphs and torch.compile, as many at a time as there are GPUs; the checkpoints are synthetic
-and made here. A step is timed as a user sees it; "GPU busy" beside it is what its kernels take, since from some speed on the engine's
-host loop is the slower of the two. vLLM runs its loop in a process beside the caller's, as it does by itself;
-``VLLM_ENABLE_V1_MULTIPROCESSING=0`` puts both in one. Tokens are drawn greedily from a vocabulary of 32,768: beside 8 layers the sampler
-of a full one would outweigh the experts.
+``mxfp8-experts`` is ``mxfp8-rl`` with attention and head left in BF16. Each engine is a process of its own with CUDA graphs and
+torch.compile, as many at a time as there are GPUs; the checkpoints are synthetic and made here. A step is timed as a user sees it; "GPU
+busy" beside it is what its kernels take, since from some speed on the engine's host loop is the slower of the two. vLLM runs its loop in a
+process beside the caller's, as it does by itself; ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` puts both in one. Tokens are drawn greedily from a
+vocabulary of 32,768: beside 8 layers the sampler of a full one would outweigh the experts.
 
     python -m benchmarks.hopper.engine [--engines bf16 nvfp4-rl] [--layers 24] [--checkpoints DIR, kept and used again]
 
@@ -35,16 +35,29 @@ BATCHES, STEPS, LAYERS, PREFILL, VOCABULARY = (1, 16, 64, 256), 128, 8, 8192, 32
 TARGETS = {
     "nvfp4-rl": {1: 1.0, 16: 0.75, 64: 0.65, 256: 0.55},
     "mxfp8-rl": {16: 0.85, 64: 0.78, 256: 0.70},
+    "mxfp8-experts": {16: 0.85, 64: 0.78, 256: 0.70},
 }
 _TRACED = 16  # steps under the profiler
 _REPEATS = 4  # of which the fastest counts
-RIVALS = {"nvfp4-rl": ("marlin", "Marlin W4A16"), "mxfp8-rl": ("fp8", "stock FP8")}
-CHECKPOINTS = ("bf16", "nvfp4-rl", "marlin", "mxfp8-rl")
+RIVALS = {
+    "nvfp4-rl": ("marlin", "Marlin W4A16"),
+    "mxfp8-rl": ("fp8", "stock FP8"),
+    "mxfp8-experts": ("fp8", "stock FP8"),
+}
+_EXPERTS = {"routed_experts": "mxfp8"}
+#: recipe, what is changed in it, and the layout of the checkpoint
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bf16": ("bf16", {}, "swapq"),
+    "nvfp4-rl": ("nvfp4-rl", {}, "swapq"),
+    "marlin": ("nvfp4-rl", {}, "modelopt"),
+    "mxfp8-rl": ("mxfp8-rl", {}, "swapq"),
+    "mxfp8-experts": ("mxfp8-rl", {"weights": _EXPERTS, "activations": _EXPERTS}, "swapq"),
+}
 ENGINES = (*CHECKPOINTS, "fp8")
 
 
 def make(folder: Path, engine: str, layers: int = LAYERS) -> None:
-    """What an engine opens: a BF16 checkpoint, swapq's NVFP4 or MXFP8 of it, or the same NVFP4 codes in ModelOpt's layout."""
+    """What an engine opens: a BF16 checkpoint, or a conversion of it; Marlin's holds the NVFP4 codes in ModelOpt's layout."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     import swapq
@@ -60,8 +73,9 @@ def make(folder: Path, engine: str, layers: int = LAYERS) -> None:
     if engine == "bf16":
         model.save_pretrained(folder / engine)
         return
-    swapq.convert(model, "nvfp4-rl" if engine == "marlin" else engine, last_layers_bf16=0)
-    swapq.export(model, folder / engine, layout="modelopt" if engine == "marlin" else "swapq")
+    recipe, changes, layout = CHECKPOINTS[engine]
+    swapq.convert(model, recipe, last_layers_bf16=0, **changes)
+    swapq.export(model, folder / engine, layout=layout)
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
