@@ -21,6 +21,12 @@ from swapq.nn.low_precision import gradients_of
 
 CUDA = torch.device("cuda")
 EXPERTS, TOP = 6, 2
+FP8_BLOCKS = (
+    ((3, 144, 208), "tile", -1),
+    ((3, 144, 208), "halves", -1),
+    ((33, 200), "row", -1),
+    ((130, 77), "row", -2),
+)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -87,7 +93,9 @@ def main() -> None:
     for n, k in ((192, 144), (512, 256)):
         fp8_gradients(n, k)
     for fmt in ("int4", "int4_g32"):
-        swapq.quantize(normal(3, 40, 256), fmt)
+        swapq.quantize(normal(3, 40, 256), fmt).dequantize(torch.bfloat16)
+    for shape, scope, axis in FP8_BLOCKS:
+        swapq.quantize(normal(*shape), "fp8_block", scope=scope, axis=axis).dequantize(torch.bfloat16)
     columns.quantize_columns(normal(70, 96), (1, 33, 0, 36))
     table, rows = activation_table("silu", CUDA), normal(11, 96)
     elementwise.swiglu(rows, table)

@@ -117,14 +117,36 @@ def stored(parts: Parts, fmt: str) -> Parts:
 
 def dequantize(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:
     """``bf16(Format.dequantize)`` from a kernel, or None where there is none for this tensor."""
-    if axis != -1 or fmt not in ("nvfp4", "mxfp8") or scope == "tile" or not kernels(parts.codes.device):
+    if not parts.codes.numel() or not kernels(parts.codes.device):
+        return None
+    if fmt == "fp8_block" or isinstance(formats.get(fmt), INT4):
+        return _dequantize_blocks(parts, fmt, scope, axis)
+    if axis != -1 or fmt not in ("nvfp4", "mxfp8") or scope == "tile" or parts.codes.dim() < 2:
         return None
     from swapq.kernels.cuda import quantize as cuda
 
-    if parts.codes.dim() < 2 or not parts.codes.numel() or cuda.length(parts, fmt) % 8:
+    if cuda.length(parts, fmt) % 8:
         return None
     scale = None if parts.global_scale is None else parts.global_scale.contiguous()
     return cuda.dequantize(Parts(cuda.aligned(parts.codes), parts.scales.contiguous(), scale), fmt)
+
+
+def _dequantize_blocks(parts: Parts, fmt: str, scope: str, axis: int) -> Tensor | None:
+    form, (codes, scales, _) = formats.get(fmt), parts
+    int4, columns = isinstance(form, INT4), axis == -2
+    if codes.dtype != (torch.int8 if int4 else form.dtypes["codes"]) or scales.dtype != form.dtypes["scales"]:
+        return None
+    if scope not in form.scopes or axis not in form.axes or (columns and scope != "row"):
+        return None
+    if codes.dim() < (2 if columns or scope in ("tile", "halves") else 1):
+        return None
+    if (scope == "halves" and codes.shape[-2] % 2) or (int4 and codes.shape[-1] % form.block):
+        return None
+    if tuple(scales.shape) != form.part_shapes(form.logical_shape(codes), scope=scope, axis=axis)["scales"]:
+        return None  # it is broadcast, or refused, by the definition
+    from swapq.kernels import dequantize_blocks as blocks
+
+    return blocks.dequantize_int4(parts, fmt) if int4 else blocks.dequantize_squares(parts, scope, axis)
 
 
 def _columns(x: Tensor) -> Parts:
@@ -154,6 +176,8 @@ def choices() -> list[Choice]:
         *here,
         Choice("quantize nvfp4, mxfp8, rows of fp8_block", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
         Choice("quantize fp8_block by tiles and columns, int4", "cuda", "Triton", "the reference's bytes"),
+        Choice("dequantize nvfp4, mxfp8", "cuda", "CUDA C++ (NVRTC)", "the reference's bytes"),
+        Choice("dequantize fp8_block, int4", "cuda", "Triton", "the reference's bytes"),
         Choice("nvfp4, mxfp8 products, few rows", "cuda", "CUDA C++: codes expanded in registers", same),
         Choice("nvfp4, mxfp8 products, many rows", "cuda", "Triton on expanded weights", same),
         Choice("fp8_block, int4 products", "cuda", "Triton on stored codes", same),

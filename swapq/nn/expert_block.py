@@ -66,11 +66,10 @@ def row_values(parts: Parts, activations: str, slices: int = 1) -> Tensor:
     """``bf16(x_hat)``: the dequantized rows ``[M, K]``."""
     if activations == "bf16":
         return parts.codes
-    if slices == 1:
-        values = dispatch.dequantize(parts, activations, _row_scope(activations), -1)
-        if values is not None:
-            return values
-    values = formats.get(activations).dequantize(parts, scope=_row_scope(activations), axis=-1).to(torch.bfloat16)
+    scope = _row_scope(activations)
+    values = dispatch.dequantize(parts, activations, scope, -1)
+    if values is None:
+        values = formats.get(activations).dequantize(parts, scope=scope, axis=-1).to(torch.bfloat16)
     return values.flatten(-2) if slices > 1 else values
 
 

@@ -44,6 +44,15 @@ def differing(a: Parts, b: Parts) -> int:
     )
 
 
+def differing_values(parts: Parts, fmt: str, scope: str, axis: int) -> int:
+    """Elements in which a kernel's BF16 is not the definition's; a kernel has to be there."""
+    found = dispatch.dequantize(parts, fmt, scope, axis)
+    expected = formats.get(fmt).dequantize(parts, scope=scope, axis=axis).to(torch.bfloat16)
+    assert found is not None
+    assert found.shape == expected.shape
+    return int((found.view(torch.int16) != expected.view(torch.int16)).sum())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [32, 160, 768, 2048, 7168])
 @pytest.mark.parametrize(
@@ -153,6 +162,90 @@ def test_dequantized_weights_are_those_of_the_reference(fmt: str) -> None:
     with dispatch.use("reference"):
         expected = q.dequantize(torch.bfloat16)
     assert torch.equal(q.dequantize(torch.bfloat16).view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("fmt", "scope", "axis", "shape"),
+    [
+        ("fp8_block", "tile", -1, (3, 144, 768)),
+        ("fp8_block", "tile", -1, (2, 130, 77)),
+        ("fp8_block", "halves", -1, (3, 272, 208)),
+        ("fp8_block", "row", -1, (3, 72, 208)),
+        ("fp8_block", "row", -1, (217, 2048)),
+        ("fp8_block", "row", -1, (1, 77)),
+        ("fp8_block", "row", -1, (208,)),
+        ("fp8_block", "row", -2, (217, 2048)),
+        ("fp8_block", "row", -2, (3, 130, 77)),
+        ("int4", "group", -1, (3, 72, 768)),
+        ("int4", "group", -1, (217, 2048)),
+        ("int4_g32", "group", -1, (3, 72, 160)),
+        ("int4_g32", "group", -1, (217, 2016)),
+    ],
+)
+def test_a_dequantizer_of_blocks_writes_the_bytes_of_the_reference(
+    fmt: str, scope: str, axis: int, shape: tuple[int, ...], kind: str
+) -> None:
+    parts = formats.get(fmt).quantize(sample(kind, *shape), scope=scope, axis=axis)
+    assert differing_values(parts, fmt, scope, axis) == 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scope", "axis"),
+    [
+        ("fp8_block", "tile", -1),
+        ("fp8_block", "halves", -1),
+        ("fp8_block", "row", -1),
+        ("fp8_block", "row", -2),
+        ("int4", "group", -1),
+        ("int4_g32", "group", -1),
+    ],
+)
+def test_every_code_times_every_scale_has_the_bytes_of_the_reference(fmt: str, scope: str, axis: int) -> None:
+    form, g = formats.get(fmt), torch.Generator(CUDA).manual_seed(0)
+    bytes_ = torch.randint(0, 256, (2, 2048, 2048), dtype=torch.uint8, device=CUDA, generator=g)  # NaN codes too
+    codes = bytes_.view(torch.int8 if fmt != "fp8_block" else torch.float8_e4m3fn)
+    shape = form.part_shapes(form.logical_shape(codes), scope=scope, axis=axis)["scales"]
+    # subnormal, NaN and Inf too
+    bits = torch.randint(-(1 << 31), 1 << 31, shape, device=CUDA, generator=g).to(torch.int32)
+    dtype = form.dtypes["scales"]
+    scales = bits.view(torch.float32) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+    assert differing_values(Parts(codes, scales), fmt, scope, axis) == 0
+    views = Parts(*(p.transpose(0, 1).contiguous().transpose(0, 1) for p in (codes, scales)))
+    assert not views.codes.is_contiguous()
+    assert differing_values(views, fmt, scope, axis) == 0
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
+def test_rows_in_slices_are_dequantized_as_the_reference_does(fmt: str) -> None:
+    from swapq.nn.expert_block import row_parts, row_values
+
+    parts = row_parts(sample("heavy tails", 33, 512), fmt, slices=2)
+    with dispatch.use("reference"):
+        expected = row_values(parts, fmt, slices=2)
+    assert torch.equal(row_values(parts, fmt, slices=2).view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize(("fmt", "scope"), [("fp8_block", "tile"), ("fp8_block", "row"), ("int4", "group")])
+def test_a_dequantizer_of_blocks_keeps_nothing_beside_its_result(fmt: str, scope: str) -> None:
+    q = swapq.quantize(sample("normal", 4, 1024, 1024), fmt, scope=scope)
+    q.dequantize(torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    values = q.dequantize(torch.bfloat16)
+    assert torch.cuda.max_memory_allocated() - before == values.numel() * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fmt", "scope"), [("fp8_block", "tile"), ("fp8_block", "row"), ("int4", "group")])
+def test_a_stack_beyond_two_to_the_31_is_dequantized_to_its_end(fmt: str, scope: str) -> None:
+    one = swapq.quantize(sample("normal", 1, 2048, 4096), fmt, scope=scope)
+    parts = Parts(*(p.expand(257, -1, -1).contiguous() for p in one.parts[:2]))  # 2^31 + 2^23 elements
+    values = dispatch.dequantize(parts, fmt, scope, -1)
+    assert values is not None
+    expected = one.dequantize(torch.bfloat16)[0]
+    for matrix in (0, 255, 256):
+        assert torch.equal(values[matrix], expected)
 
 
 def block(fmt: str, hidden: int = H, inner: int = I) -> tuple[Parts, Parts]:
