@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-plain = interpreter._convert_float
+exactly = interpreter._convert_float
 narrow = {interpreter.tl.bfloat16: (torch.bfloat16, torch.int16), interpreter.tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
 def convert(x, source, target, rounding):
@@ -22,7 +22,7 @@ def convert(x, source, target, rounding):
     if target == interpreter.tl.float32 and source in narrow:
         return x.view(narrow[source][0]).float().numpy()
     if source != interpreter.tl.float32 or target not in narrow:
-        return plain(x.numpy(), source, target, rounding)
+        return exactly(x.numpy(), source, target, rounding)
     dtype, bits = narrow[target]
     return x.view(torch.float32).to(dtype).view(bits).numpy()
 
@@ -70,6 +70,21 @@ for kind in ("normal", "heavy tails", "patterns", "tiny", "sparse"):
 print("fine")
 """
 
+GROUPS = """
+from swapq.kernels.routing import Routing
+
+for counts in ((130, 0, 128, 1), (0, 0, 300), (5,)):
+    routing = Routing(torch.arange(sum(counts)), counts, sum(counts), 1)
+    x = sample("heavy tails", sum(counts), 208)
+    padded = routing.pad_rows(x, 128)[1]
+    same(quantize_blocks.quantize_columns_of_groups(x, routing), form.quantize(padded, scope="row", axis=-2))
+print("fine")
+"""
+
+
+def test_columns_of_groups_have_the_bytes_of_padded_groups() -> None:
+    interpreted(f"FORMAT, SHAPE = 'fp8_block', (32, 32)\n{ROUNDING}{QUANTIZED}{GROUPS}")
+
 
 @pytest.mark.parametrize(
     ("fmt", "shape"),
@@ -98,6 +113,25 @@ def test_the_quantizer_of_squares_compiles_and_rounds_to_nearest_even(capability
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "fma" not in ptx  # one rounding a line of the contract
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_the_quantizer_of_groups_compiles(capability: int) -> None:
+    from swapq.kernels import quantize_blocks as q
+
+    signature = {
+        "x": "*i16",
+        "pieces": "*i32",
+        "codes": "*fp8e4nv",
+        "scales": "*fp32",
+        "PIECES": "i32",
+        "K": "i32",
+        "ACROSS": "i32",
+    }
+    constants = {"FLOOR": q.FLOOR, "MOST": q.E4M3_MAX, "B": q.BLOCK}
+    ptx = ptx_of(q._columns_of_groups, signature, constants, capability, warps=8, lengths=("K",))
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "fma" not in ptx
 
 
 @pytest.mark.parametrize("capability", [90, 100])

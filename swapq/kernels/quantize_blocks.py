@@ -15,8 +15,9 @@ from swapq.formats.bits import E4M3_MAX
 from swapq.formats.fp8_block import BLOCK, FLOOR
 from swapq.formats.int4 import FLOOR as INT4_FLOOR
 from swapq.formats.int4 import ONE_SEVENTH, TOP
+from swapq.kernels.routing import Routing
 
-__all__ = ["quantize_int4", "quantize_squares"]
+__all__ = ["quantize_columns_of_groups", "quantize_int4", "quantize_squares"]
 
 _GROUPS = 32  # of INT4 that a program takes
 
@@ -25,6 +26,19 @@ _GROUPS = 32  # of INT4 that a program takes
 def _value(bits):
     """BF16 bits as float32. Magnitudes are compared before, as integers, so that NaN is above Inf and shows."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factors(top, FLOOR: tl.constexpr, MOST: tl.constexpr):
+    """Scale and its inverse of the largest magnitudes, as BF16 bits."""
+    scale = tl.div_rn(tl.maximum(_value(top), FLOOR, propagate_nan=tl.PropagateNan.ALL), MOST)
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _codes(bits, inverse, MOST: tl.constexpr):
+    y = tl.clamp(_value(bits) * inverse, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    return y.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -41,16 +55,29 @@ def _squares(
     top = tl.max(bits & 0x7FFF, axis=0)
     if not COLUMNS:
         top = tl.max(top, axis=0)
-    scale = tl.div_rn(tl.maximum(_value(top), FLOOR, propagate_nan=tl.PropagateNan.ALL), MOST)
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    scale, inverse = _factors(top, FLOOR, MOST)
     if COLUMNS:
         tl.store(scales + (matrix * DOWN + down) * K + k, scale, mask=k < K)
         inverse = inverse[None, :]
     else:
         tl.store(scales + (matrix * DOWN + down) * ACROSS + across, scale)
-    y = _value(bits) * inverse
-    y = tl.clamp(y, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(codes + at, y.to(tl.float8e4nv), mask=here)
+    tl.store(codes + at, _codes(bits, inverse, MOST), mask=here)
+
+
+@triton.jit(do_not_specialize=["PIECES"])
+def _columns_of_groups(
+    x, pieces, codes, scales, PIECES, K, ACROSS,
+    FLOOR: tl.constexpr, MOST: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    piece, across = (tl.program_id(0) // ACROSS).to(tl.int64), tl.program_id(0) % ACROSS
+    k = across * B + tl.arange(0, B)
+    row = tl.load(pieces + piece).to(tl.int64) + tl.arange(0, B)
+    here = (row < tl.load(pieces + PIECES + piece))[:, None] & (k < K)[None, :]
+    bits = tl.load(x + row[:, None] * K + k[None, :], mask=here, other=0)
+    scale, inverse = _factors(tl.max(bits & 0x7FFF, axis=0), FLOOR, MOST)
+    tl.store(scales + piece * K + k, scale, mask=k < K)
+    at = (piece * B + tl.arange(0, B))[:, None] * K + k[None, :]
+    tl.store(codes + at, _codes(bits, inverse[None, :], MOST), mask=(k < K)[None, :])  # zeros below the last row
 
 
 @triton.jit
@@ -85,6 +112,23 @@ def quantize_squares(x: Tensor, scope: str, axis: int) -> Parts:
             COLUMNS=columns, FLOOR=FLOOR, MOST=E4M3_MAX, B=BLOCK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return Parts(**parts)
+
+
+def quantize_columns_of_groups(x: Tensor, routing: Routing) -> Parts:
+    """FP8 block by columns of BF16 ``x [R, K]`` in routed order, each group padded with zeros to whole blocks of 128 rows.
+
+    ``codes [P, K]``, ``scales [P / 128, K]``: what quantizing :meth:`Routing.pad_rows` gives, without the padded copy.
+    """
+    pieces, k = routing.pieces(BLOCK), x.shape[1]
+    count, across = pieces.shape[1], triton.cdiv(k, BLOCK)
+    codes = torch.empty(count * BLOCK, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(count, k, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _columns_of_groups[(count * across,)](
+            x.contiguous().view(torch.int16), pieces, codes, scales, count, k, across,
+            FLOOR=FLOOR, MOST=E4M3_MAX, B=BLOCK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return Parts(codes, scales)
 
 
 def quantize_int4(x: Tensor, fmt: str) -> Parts:

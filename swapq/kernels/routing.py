@@ -69,16 +69,37 @@ class Routing:
                 yield expert, slice(start, start + count)
             start += count
 
+    def padded_counts(self, multiple: int) -> tuple[int, ...]:
+        """Rows of each expert, padded to a multiple."""
+        return tuple(-(-count // multiple) * multiple for count in self.counts)
+
     def padded(self, multiple: int) -> tuple["Routing", Tensor]:
         """The same groups, each padded to a multiple of rows, and the row in the padded order of each of our rows."""
-        sizes = [-(-c // multiple) * multiple for c in self.counts]
-        shift, start = [], 0
-        for count, size in zip(self.counts, sizes, strict=True):
-            shift += [start] * count
-            start += size - count
-        position = torch.tensor(shift, dtype=torch.int64, device="cpu") + torch.arange(len(shift), device="cpu")
-        padded = Routing(self.slots.new_empty(0), tuple(sizes), self.num_tokens, self.top_k)
-        return padded, position.to(self.slots.device)
+        sizes, device = self.padded_counts(multiple), self.slots.device
+        counts, wide = (torch.tensor(c, dtype=torch.int64, device="cpu") for c in (self.counts, sizes))
+        shift = ((wide - counts).cumsum(0) - (wide - counts)).to(device)
+        rows = sum(self.counts)
+        position = shift.repeat_interleave(counts.to(device), output_size=rows) + torch.arange(rows, device=device)
+        return Routing(self.slots.new_empty(0), sizes, self.num_tokens, self.top_k), position
+
+    def pieces(self, length: int) -> Tensor:
+        """Where groups are cut into pieces of ``length`` rows, the last one of a group maybe shorter: int32 ``[2, pieces]``, the first row
+        of each and the row at which its group ends. They are the blocks of the padded order."""
+        if length not in self._pieces:
+            counts = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
+            ends, pieces = counts.cumsum(0), -(-counts // length)
+            inside = torch.arange(int(pieces.sum()), device="cpu") - (pieces.cumsum(0) - pieces).repeat_interleave(
+                pieces
+            )
+            table = torch.stack(
+                [(ends - counts).repeat_interleave(pieces) + inside * length, ends.repeat_interleave(pieces)]
+            )
+            self._pieces[length] = table.to(torch.int32).to(self.slots.device)
+        return self._pieces[length]
+
+    @cached_property
+    def _pieces(self) -> dict[int, Tensor]:
+        return {}
 
     def pad_rows(self, rows: Tensor, multiple: int) -> tuple["Routing", Tensor]:
         """``rows [R, N]`` in zero-padded groups: what blocks along the rows need (contract section 5)."""

@@ -25,23 +25,23 @@ _TILE_N, _TILE_K, _WARPS, _STAGES = 128, 128, 8, 3  # the largest that spills no
 _ROWS = 1 << 15
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "line"])
 def _kernel(
-    dy, dy_scale, x, x_scale, slices, dw, N, K,
+    dy, dy_scale, x, x_scale, slices, dw, first, line, N, K,
     BN: tl.constexpr, BK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN) * across
-    expert, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    expert, tile = (first + tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     n_from, k_from = (tile // across) * BN, (tile % across) * BK
     n, k = n_from + tl.arange(0, BN), k_from + tl.arange(0, BK)
     n_here, k_here = n < N, k < K
     acc = tl.zeros((BN, BK), tl.float32)
     for at in range(tl.load(slices + expert), tl.load(slices + expert + 1)):
-        line = tl.cast(at, tl.int64)
-        a, b = dy.load([at * SLICE, n_from]), x.load([at * SLICE, k_from])
-        s_a = tl.load(dy_scale + line * N + n, mask=n_here, other=0.0)
-        s_b = tl.load(x_scale + line * K + k, mask=k_here, other=0.0)
+        row, scale = (at - line) * SLICE, tl.cast(at, tl.int64)
+        a, b = dy.load([row, n_from]), x.load([row, k_from])
+        s_a = tl.load(dy_scale + scale * N + n, mask=n_here, other=0.0)
+        s_b = tl.load(x_scale + scale * K + k, mask=k_here, other=0.0)
         acc = acc + tl.dot(tl.trans(a), b) * (s_a[:, None] * s_b[None, :])
     place = (expert * N + n[:, None]) * K + k[None, :]
     tl.store(dw + place, acc.to(dw.dtype.element_ty), mask=n_here[:, None] & k_here[None, :])
@@ -57,27 +57,23 @@ def grouped_weight_grad(dy: Parts, x: Parts, counts: tuple[int, ...], dtype: tor
     """
     n, k = dy.codes.shape[1], x.codes.shape[1]
     out = torch.empty(len(counts), n, k, dtype=dtype, device=dy.codes.device)
+    ends = torch.tensor((0, *counts), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) // _SLICE
+    ends, scales = ends.to(out.device), (dy.scales.contiguous(), x.scales.contiguous())
     tiles = triton.cdiv(n, _TILE_N) * triton.cdiv(k, _TILE_K)
     for experts, rows in _pieces(counts):
         if rows.start == rows.stop:  # TMA describes no empty tensor
             out[experts] = 0
             continue
-        theirs = torch.tensor((0, *counts[experts]), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        lines = slice(rows.start // _SLICE, rows.stop // _SLICE)
         a, b = (
-            TensorDescriptor.from_tensor(_wide(codes[rows]), [_SLICE, tile])
+            TensorDescriptor.from_tensor(codes[rows].to(torch.float16).contiguous(), [_SLICE, tile])
             for codes, tile in ((dy.codes, _TILE_N), (x.codes, _TILE_K))
         )
         with torch.cuda.device_of(out):  # Triton launches on the current device
-            _kernel[(len(counts[experts]) * tiles,)](
-                a, dy.scales[lines].contiguous(), b, x.scales[lines].contiguous(), (theirs // _SLICE).to(out.device), out[experts], n, k,
+            _kernel[((experts.stop - experts.start) * tiles,)](
+                a, scales[0], b, scales[1], ends, out, experts.start, rows.start // _SLICE, n, k,
                 BN=_TILE_N, BK=_TILE_K, SLICE=_SLICE, num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
             )  # fmt: skip
     return out
-
-
-def _wide(codes: Tensor) -> Tensor:
-    return codes.to(torch.float16).contiguous()
 
 
 def _pieces(counts: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:

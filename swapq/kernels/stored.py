@@ -69,13 +69,15 @@ def stored_block(
 
 def input_grad(dy: Tensor, w: Parts, scope: str, routing: Routing) -> Tensor:
     """dgrad of FP8 block: BF16 ``[R, K]`` from BF16 ``dy [R, N]`` through the tiles of ``w [E, N, K]``, each its own transpose."""
+    from swapq.kernels.transpose import transposed
+
     codes, scales = w.codes.view(torch.uint8), w.scales
     if scope == "halves":  # no slice reaches over their border, so each begins with a block of its own
         half = codes.shape[1] // 2
         fill = -half % BLOCK
         codes = pad(codes.unflatten(1, (2, half)), (0, 0, 0, fill)).flatten(1, 2)
         dy = pad(dy.unflatten(1, (2, half)), (0, fill)).flatten(1)
-    turned = Parts(codes.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous())
+    turned = Parts(transposed(codes), scales.transpose(1, 2).contiguous())
     return routed_rows(dy, turned, "fp8_block", "tile", None, routing, gather=False)
 
 

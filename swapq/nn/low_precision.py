@@ -11,6 +11,7 @@ made of the high-precision tensor, never of the row-wise codes; a square tile is
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
@@ -105,8 +106,7 @@ class _FP8Block:
     form = FP8Block()
 
     def save(self, x: Tensor, master: Tensor, w: QTensor, routing: Routing) -> tuple[Tensor, ...]:
-        _, padded = routing.pad_rows(x, self.form.block)
-        columns = quantize(padded, "fp8_block", scope="row", axis=-2)
+        columns = self._columns(x, routing)
         return w.codes, w.scales, columns.codes, columns.scales
 
     def input_grad(
@@ -126,22 +126,36 @@ class _FP8Block:
         return sliced.grouped_forward(rows, w, routing, slices).to(torch.bfloat16)
 
     def weight_grad(self, saved: Sequence[Tensor], dy: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-        padded, dy_rows = routing.pad_rows(dy, self.form.block)
-        dy_codes, x_codes = quantize(dy_rows, "fp8_block", scope="row", axis=-2), Parts(saved[2], saved[3])
+        dy_codes, x_codes = self._columns(dy, routing), Parts(saved[2], saved[3])
+        counts = routing.padded_counts(self.form.block)
         if self._has_kernels(dy, x_codes.codes.shape[-1]):
             from swapq.kernels import sliced_gemm
 
-            return sliced_gemm.grouped_weight_grad(dy_codes.parts, x_codes, padded.counts, dtype)
-        dy_columns, x_columns = dy_codes.operand(), self.form.operand(x_codes, scope="row", axis=-2)
+            return sliced_gemm.grouped_weight_grad(dy_codes, x_codes, counts, dtype)
+        dy_columns, x_columns = (self.form.operand(p, scope="row", axis=-2) for p in (dy_codes, x_codes))
         out = dy.new_zeros(routing.num_experts, dy.shape[1], x_columns.values.shape[0], dtype=dtype)
-        for expert, rows in padded.groups():
+        for expert, rows in replace(routing, counts=counts).groups():
             a, b = (_columns(operand, rows, self.form.block) for operand in (dy_columns, x_columns))
             out[expert] = sliced.product(a, b, sliced.spans(a.values.shape[-1], self.form.block)).to(dtype)
         return out
 
+    def _columns(self, rows: Tensor, routing: Routing) -> Parts:
+        """Column-wise codes of rows in routed order, each group padded to whole blocks."""
+        if self._has_kernels(rows, rows.shape[-1]):
+            from swapq.kernels import quantize_blocks
+
+            return quantize_blocks.quantize_columns_of_groups(rows, routing)
+        return quantize(routing.pad_rows(rows, self.form.block)[1], "fp8_block", scope="row", axis=-2).parts
+
     @staticmethod
     def _has_kernels(dy: Tensor, k: int) -> bool:
-        return dispatch.kernels(dy.device) and dy.shape[-1] % 16 == 0 and k % 16 == 0 and dy.numel() > 0
+        return (
+            dispatch.kernels(dy.device)
+            and dy.dtype == torch.bfloat16
+            and dy.shape[-1] % 16 == 0
+            and k % 16 == 0
+            and dy.numel() > 0
+        )
 
 
 def _columns(operand: Operand, rows: slice, block: int) -> Operand:
