@@ -54,6 +54,26 @@ def differing_values(parts: Parts, fmt: str, scope: str, axis: int) -> int:
     return int((found.view(torch.int16) != expected.view(torch.int16)).sum())
 
 
+@pytest.mark.parametrize("counts", [(130, 0, 128, 1), (0, 0, 300), (5,), (4096, 4000, 0, 129)])
+@pytest.mark.parametrize("k", [16, 208, 768, 2048])
+def test_columns_of_groups_have_the_bytes_of_padded_groups(counts: tuple[int, ...], k: int) -> None:
+    from swapq.kernels.quantize_blocks import quantize_columns_of_groups
+
+    rows = sum(counts)
+    routing, x = Routing(torch.arange(rows, device=CUDA), counts, rows, 1), sample("heavy tails", rows, k)
+    padded = routing.pad_rows(x, 128)[1]
+    found = quantize_columns_of_groups(x, routing)
+    assert differing(found, formats.get("fp8_block").quantize(padded, scope="row", axis=-2)) == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 192, 144), (1, 1, 16), (128, 1536, 2048)])
+def test_bytes_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
+    from swapq.kernels.transpose import transposed
+
+    x = torch.randint(0, 256, shape, device=CUDA, dtype=torch.uint8)
+    assert torch.equal(transposed(x), x.transpose(1, 2).contiguous())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [32, 160, 768, 2048, 7168])
 @pytest.mark.parametrize(
@@ -98,26 +118,6 @@ def test_a_thousand_million_values_have_the_bytes_of_the_reference(fmt: str, sco
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("counts", [(130, 0, 128, 1), (0, 0, 300), (5,), (4096, 4000, 0, 129)])
-@pytest.mark.parametrize("k", [16, 208, 768, 2048])
-def test_columns_of_groups_have_the_bytes_of_padded_groups(counts: tuple[int, ...], k: int) -> None:
-    from swapq.kernels.quantize_blocks import quantize_columns_of_groups
-
-    rows = sum(counts)
-    routing, x = Routing(torch.arange(rows, device=CUDA), counts, rows, 1), sample("heavy tails", rows, k)
-    padded = routing.pad_rows(x, 128)[1]
-    found = quantize_columns_of_groups(x, routing)
-    assert differing(found, formats.get("fp8_block").quantize(padded, scope="row", axis=-2)) == 0
-
-
-@pytest.mark.parametrize("shape", [(3, 192, 144), (1, 1, 16), (128, 1536, 2048)])
-def test_bytes_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
-    from swapq.kernels.transpose import transposed
-
-    x = torch.randint(0, 256, shape, device=CUDA, dtype=torch.uint8)
-    assert torch.equal(transposed(x), x.transpose(1, 2).contiguous())
-
-
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
 def test_a_bad_row_stays_visibly_bad_and_touches_no_other(fmt: str, bad: float) -> None:
     x = sample("normal", 64, H)
