@@ -8,6 +8,7 @@ import_quietly()
 from swapq._version import __version__
 from swapq.checkpoint.conversion import convert_checkpoint
 from swapq.checkpoint.export import export
+from swapq.checkpoint.restore import load_checkpoint
 from swapq.checkpoint.verify import verify
 from swapq.convert import convert, frozen_weights, is_converted, recipe_of
 from swapq.digest import digest
@@ -31,6 +32,7 @@ __all__ = [
     "export",
     "frozen_weights",
     "is_converted",
+    "load_checkpoint",
     "plan",
     "quantize",
     "recipe_of",

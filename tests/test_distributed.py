@@ -147,6 +147,32 @@ def evaluated_then_exported(model: PreTrainedModel, rank: int) -> dict[str, Tens
     return {"equal": torch.tensor([swapq.digest(model) == expected, swapq.digest(folder) == expected])}
 
 
+def resumed_by_accelerate(model: PreTrainedModel, rank: int) -> dict[str, Tensor]:
+    """Accelerate's sharded checkpoint, from which a Trainer resumes under FSDP2, brings the experts back; ours refuses shards."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import load_fsdp_model, save_fsdp_model
+
+    folder, facts = Path(os.environ["SWAPQ_TEST_FOLDER"]) / "resumed", []
+    expected = swapq.digest(model)
+    shard(model)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    save_fsdp_model(plugin, accelerator, model, str(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    facts.append(swapq.digest(model) != expected)
+    dist.barrier()
+    load_fsdp_model(plugin, accelerator, model, str(folder))
+    facts.append(swapq.digest(model) == expected)
+    if rank == 0:
+        qwen3_moe().save_pretrained(folder / "whole")
+    dist.barrier()
+    said = refused(lambda: swapq.load_checkpoint(model, folder / "whole"))
+    facts.append("is sharded; load the checkpoint before" in said)
+    return {"facts": torch.tensor(facts)}
+
+
 SCENARIOS: dict[str, Callable[[PreTrainedModel, int], dict[str, Tensor]]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -154,6 +180,7 @@ SCENARIOS: dict[str, Callable[[PreTrainedModel, int], dict[str, Tensor]]] = {
     "digests": digests_of_a_sharded_model,
     "exports": exports_of_several_ranks,
     "evaluated": evaluated_then_exported,
+    "resumed": resumed_by_accelerate,
 }
 
 
@@ -198,6 +225,13 @@ def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(results: Path, labe
 @pytest.mark.parametrize("label", IDS)
 def test_a_model_gathered_by_an_evaluation_is_exported_like_the_whole_one(results: Path, label: str) -> None:
     assert load_file(results / f"evaluated-{label}.safetensors")["equal"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("label", IDS)
+def test_accelerate_brings_a_sharded_model_back_with_its_experts(results: Path, label: str) -> None:
+    facts = load_file(results / f"resumed-{label}.safetensors")["facts"]
+    assert facts.shape == (3,)
+    assert facts.all(), facts
 
 
 @pytest.mark.parametrize("label", IDS)

@@ -21,6 +21,7 @@ SIGNATURES = {
     "export": "(model, directory, *, layout='swapq', max_shard_size='5GB')",
     "frozen_weights": "(model)",
     "is_converted": "(model)",
+    "load_checkpoint": "(model, directory)",
     "plan": "(model_or_directory, recipe, *, tp=1, ep=1)",
     "quantize": "(x, fmt, *, scope=None, axis=-1, amax=None, block=None)",
     "recipe_of": "(model)",

@@ -17,6 +17,7 @@ from swapq.errors import SyncError, UnsupportedError
 from swapq_trl.generation import VLLMGeneration, is_sharded
 from swapq_trl.replay import RoutingReplay
 from swapq_trl.report import SyncReport
+from swapq_trl.resuming import Resuming
 from swapq_trl.rounding import round_as_served
 
 __all__ = ["GRPOTrainer", "RLOOTrainer"]
@@ -240,7 +241,7 @@ class _SwapqTrainer(_Base):
         return sums.reduced(lambda x: gather(x.unsqueeze(0)).sum(dim=0), lambda x: gather(x.unsqueeze(0)).max())
 
 
-class GRPOTrainer(RoutingReplay, _SwapqTrainer, _GRPOTrainer):
+class GRPOTrainer(RoutingReplay, Resuming, _SwapqTrainer, _GRPOTrainer):
     """TRL's `GRPOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
     Same arguments as TRL's, and `approximate_lora` and `engine_options` of `VLLMGeneration`. `reference_model`, a BF16 model, adds
@@ -301,7 +302,7 @@ class GRPOTrainer(RoutingReplay, _SwapqTrainer, _GRPOTrainer):
         return loss
 
 
-class RLOOTrainer(_SwapqTrainer, _RLOOTrainer):
+class RLOOTrainer(Resuming, _SwapqTrainer, _RLOOTrainer):
     """TRL's `RLOOTrainer` with a rollout engine that serves the trainer's own quantized policy.
 
     Same arguments as TRL's, and those of :class:`GRPOTrainer` but `replay_routing`.

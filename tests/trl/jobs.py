@@ -134,7 +134,7 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
     if recipe == "nvfp4-rl":
         overrides["last_layers_bf16"] = 0
     swapq.convert(model, tiny_recipe(recipe), **overrides)
-    built = trainer(model, **options)
+    built = trainer(model, save_strategy="steps", save_steps=2, **options)
     llm = built.vllm_generation.llm
     start = served(llm)
     start_own = own_digests(model)
@@ -161,11 +161,13 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
         built.sync_weights()
         others.append(scores(llm))
         memory.append(psutil.Process().memory_info().rss)
+    history, last_loaded = logged(built), built._last_loaded_step == built.state.global_step
     return {
+        "resumed": resumed(built, tiny_recipe(recipe), **overrides),
         "start_equal": start == start_own,
         "start_count": len(start),
         "equal_at_sync": equal_at_sync,
-        "history": logged(built),
+        "history": history,
         "report": [first.seconds, first.bytes, first.tensors, first.verified],
         "expected_bytes": sum(t.nbytes for t in sent(built)),
         "moved": addresses != engine_addresses(llm),
@@ -174,8 +176,34 @@ def train(recipe: str, backward: str | None = None, **options: Any) -> dict[str,
         "memory": memory,
         "tags": list(built.model.model_tags or []),
         "name": type(built).__name__,
-        "last_loaded": built._last_loaded_step == built.state.global_step,
+        "last_loaded": last_loaded,
     }
+
+
+def resumed(built: Any, recipe: Any, **overrides: Any) -> dict[str, Any]:
+    """Resume, from its checkpoint of step 2, a trainer whose model was changed after that step and sent to the engine."""
+    from transformers import Qwen3MoeForCausalLM
+
+    import swapq
+
+    checkpoint = f"{built.args.output_dir}/checkpoint-2"
+    saved = own_digests(swapq.convert(Qwen3MoeForCausalLM.from_pretrained(checkpoint), recipe, **overrides))
+    with torch.no_grad():
+        for parameter in built.model.parameters():
+            parameter.mul_(1.3)
+    built.sync_weights()
+    llm, send, syncs = built.vllm_generation.llm, built.vllm_generation.sync_weights, []
+    before = served(llm) == saved
+
+    def watched() -> Any:
+        report = send()
+        syncs.append([built.state.global_step, served(llm) == saved, report.verified == report.tensors])
+        return report
+
+    built.vllm_generation.sync_weights = watched
+    built.args.max_steps = 3
+    built.train(resume_from_checkpoint=checkpoint)
+    return {"before": before, "syncs": syncs, "step": built.state.global_step}
 
 
 def sent(built: Any) -> Iterator[torch.Tensor]:

@@ -77,6 +77,11 @@ def test_the_mismatch_is_logged_each_step_and_is_rounding_only(trained: dict[str
         assert row["swapq/mismatch_masked_fraction"] == 0
 
 
+@pytest.mark.vllm
+def test_the_first_sync_after_resuming_sends_the_checkpoints_weights(trained: dict[str, Any]) -> None:
+    assert trained["resumed"] == {"before": False, "syncs": [[2, True, True]], "step": 3}
+
+
 def test_an_engine_that_quantizes_other_rows_than_the_trainer_is_refused_by_name() -> None:
     from swapq_trl.generation import _require_same_formats
 

@@ -1,0 +1,65 @@
+"""Resuming: every tensor of the model gets the checkpoint's value, or the run stops with names.
+
+Transformers' Trainer loads a checkpoint by the model's own names and goes on when they are missing. Experts are saved one by one and held
+fused, so it would train on with those of the start model. Optimizer, scheduler and random states are restored by transformers.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from swapq.checkpoint.restore import load_checkpoint
+from swapq.headers import INDEX_NAME, SINGLE_NAME, read_json
+from swapq_trl.adapters import is_adapted
+
+__all__ = ["Resuming"]
+
+logger = logging.getLogger(__name__)
+
+_Base: Any = object  # in use: the trainer that follows in the method resolution order
+#: whole models; the last two are pickles, which are refused by name
+_WHOLE = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Resuming(_Base):
+    """Loads checkpoints of whole models with `swapq.load_checkpoint`; those of adapters, FSDP and DeepSpeed as transformers does."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._last_loaded_step = -1  # whatever the engine holds, it is not this
+        if not self._loads_whole(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        self._warn_of_other_version(Path(resume_from_checkpoint))
+        load_checkpoint(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._last_loaded_step = -1
+        best = self.state.best_model_checkpoint
+        if not self._loads_whole(best):
+            super()._load_best_model()
+            return
+        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
+        load_checkpoint(self.model, best)
+
+    def _loads_whole(self, folder: str) -> bool:
+        """Whether `folder` holds a whole model for a model that is neither sharded nor adapted."""
+        if is_adapted(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        if any(Path(folder).glob("pytorch_model_fsdp*")):
+            return False  # transformers says that FSDP must read it
+        return any((Path(folder) / name).is_file() for name in _WHOLE)
+
+    @staticmethod
+    def _warn_of_other_version(folder: Path) -> None:
+        """As transformers does: its optimizer and scheduler states come from that version too."""
+        from transformers import __version__
+
+        config = folder / "config.json"
+        version = read_json(config).get("transformers_version") if config.is_file() else None
+        if version not in (None, __version__):
+            logger.warning(
+                "%s was saved by transformers %s, this is %s: resuming may not go on as that run would have",
+                folder,
+                version,
+                __version__,
+            )

@@ -1,0 +1,216 @@
+"""``swapq.load_checkpoint``: a saved model comes back tensor by tensor, fused experts included, or is refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.core_model_loading import Interleave, WeightConverter
+
+import swapq
+from swapq.checkpoint import restore
+from swapq.errors import CheckpointError, UnsupportedError
+from tests.helpers.models import FAMILIES, qwen3_moe
+from tests.helpers.recipes import tiny
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+def other(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **sizes: object) -> PreTrainedModel:
+    """A model of the family in which no value is that of the family's model."""
+    model = FAMILIES[family](**sizes).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model
+
+
+def values(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 masters", "bf16 masters"])
+@pytest.mark.parametrize("size", ["5GB", "50KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_has_the_checkpoints_value(tmp_path: Path, family: str, size: str, dtype: torch.dtype) -> None:
+    saved = FAMILIES[family]().to(dtype)
+    saved.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "50KB")
+    model = other(family, dtype)
+    before = dict(model.named_parameters())
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+    assert equal(values(model), values(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4-rl", "mxfp8-rl"])
+def test_a_converted_model_has_its_masters_back(tmp_path: Path, recipe: str) -> None:
+    saved, model = (swapq.convert(m, tiny(recipe)) for m in (qwen3_moe(), other()))
+    saved.save_pretrained(tmp_path)
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+    assert swapq.digest(model) == swapq.digest(saved)
+
+
+def test_a_start_model_from_a_folder_is_restored_like_a_new_one(tmp_path: Path) -> None:
+    other().save_pretrained(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")  # which remembers the rules it was loaded by
+    saved = qwen3_moe()
+    saved.save_pretrained(tmp_path / "saved")
+    swapq.load_checkpoint(model, tmp_path / "saved")
+    assert equal(values(model), values(saved))
+
+
+def test_experts_stored_fused_are_loaded_too(tmp_path: Path) -> None:
+    saved = qwen3_moe()
+    save_file(saved.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = other()
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+
+
+def test_a_model_in_wrappers_is_the_model_inside(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    saved.save_pretrained(tmp_path)
+    swapq.load_checkpoint(torch.compile(model), tmp_path)  # type: ignore[arg-type]
+    assert equal(values(model), values(saved))
+
+
+def test_tied_embeddings_are_stored_once_and_are_one_tensor_afterwards(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(tie_word_embeddings=True), other(tie_word_embeddings=True)
+    saved.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_embeddings_stored_with_two_values_are_refused(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not hold the checkpoint's value of .*tied tensor"):
+        swapq.load_checkpoint(other(tie_word_embeddings=True), tmp_path)
+
+
+def test_nan_is_a_value_like_others(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    with torch.no_grad():
+        saved.model.layers[1].mlp.experts.down_proj[2, 3, 4] = float("nan")
+    saved.save_pretrained(tmp_path)
+    swapq.load_checkpoint(model, tmp_path)
+    assert model.model.layers[1].mlp.experts.down_proj[2, 3, 4].isnan()
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors[EXPERT]
+
+
+def rename(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.experts.8.down_proj.weight"] = tensors.pop(EXPERT)
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    tensors[EXPERT] = tensors[EXPERT].T.contiguous()
+
+
+def recode(tensors: dict[str, Tensor]) -> None:
+    tensors[EXPERT] = tensors[EXPERT].view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop, rf"missing: {EXPERT}\."),
+        (rename, rf"missing: {EXPERT}; unexpected: model.layers.1.mlp.experts.8.down_proj.weight"),
+        (reshape, rf"of another shape: {EXPERT} \[32, 64\] for \[64, 32\]"),
+        (recode, rf"of a dtype that would be rounded: {EXPERT} torch.int32 for torch.float32"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named_before_anything_changes(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], said: str
+) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    edit(tmp_path, change)
+    model = other()
+    before = values(model)
+    with pytest.raises(CheckpointError, match=said):
+        swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), before)
+
+
+def test_values_are_widened_but_never_rounded(tmp_path: Path) -> None:
+    qwen3_moe().to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    qwen3_moe().save_pretrained(tmp_path / "fp32")
+    model = other()
+    swapq.load_checkpoint(model, tmp_path / "bf16")
+    assert equal(values(model), values(qwen3_moe().to(torch.bfloat16).float()))
+    with pytest.raises(CheckpointError, match=r"rounded: .* torch.float32 for torch.bfloat16"):
+        swapq.load_checkpoint(other(dtype=torch.bfloat16), tmp_path / "fp32")
+
+
+def test_an_export_is_no_checkpoint_of_masters(tmp_path: Path) -> None:
+    swapq.export(swapq.convert(qwen3_moe(), "nvfp4-rl", last_layers_bf16=0), tmp_path)
+    with pytest.raises(CheckpointError, match=r"unexpected: .*scale"):
+        swapq.load_checkpoint(other(), tmp_path)
+
+
+def test_models_without_masters_of_their_own_are_refused(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="holds codes and no masters"):
+        swapq.load_checkpoint(swapq.convert(qwen3_moe(), "nvfp4-rl", trainable=False, last_layers_bf16=0), tmp_path)
+    adapted = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="PEFT adapters"):
+        swapq.load_checkpoint(adapted, tmp_path)
+
+
+def test_a_family_that_stores_values_in_another_order_is_refused_by_name(tmp_path: Path) -> None:
+    model = other()
+    model._weight_conversions = [WeightConverter("experts.up", "experts.gate_up_proj", operations=[Interleave(dim=1)])]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts\.up.* stores its values in another order"):
+        swapq.load_checkpoint(model, tmp_path)
+
+
+def test_a_tensor_that_was_not_restored_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    honest = restore._held
+
+    def elsewhere(*arguments: Any) -> dict[str, Tensor]:
+        held = honest(*arguments)
+        return held | {EXPERT: held[EXPERT].clone()}
+
+    monkeypatch.setattr(restore, "_held", elsewhere)
+    with pytest.raises(CheckpointError, match=rf"does not hold the checkpoint's value of {EXPERT};"):
+        swapq.load_checkpoint(other(), tmp_path)
+
+
+def test_a_stock_trainer_resumes_right_from_a_model_that_was_loaded_first(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (32, 8), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def run(start: PreTrainedModel, resume: Path | None) -> dict[str, Tensor]:
+        model = swapq.convert(start, "nvfp4-rl", last_layers_bf16=0)
+        if resume is not None:
+            swapq.load_checkpoint(model, resume)
+        settings = {"max_steps": 3, "save_steps": 2, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none"}
+        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, disable_tqdm=True, **settings)
+        Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=resume and str(resume))
+        return values(model)
+
+    whole = run(qwen3_moe(), None)
+    assert equal(run(other(), tmp_path / "checkpoint-2"), whole)
