@@ -1,4 +1,4 @@
-"""The command line. Every refusal is one line on stderr, ``error: ...``, with exit code 2; exit code 1 means that the answer is no."""
+"""The command line. Every refusal is one line on stderr, ``error: ...``, with exit code 2. Exit code 1: the answer is no. 130: Ctrl-C."""
 
 import json
 import sys
@@ -39,6 +39,9 @@ class _Commands(TyperGroup):
             typer.echo(f"error: {error.format_message()} (see `{command} --help`)", err=True)
         except OSError as error:
             typer.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
+        except KeyboardInterrupt as stop:  # with what the command says of it
+            typer.echo(f"stopped{': ' if stop.args else ''}{' '.join(map(str, stop.args))}", err=True)
+            ctx.exit(130)
         ctx.exit(2)
 
 
@@ -109,7 +112,9 @@ def convert(
     recipe: RecipeOption,
     layout: Annotated[str, typer.Option("--layout", help="How quantized weights are named and stored.")] = "swapq",
     workers: Annotated[int, typer.Option("--workers", help="Threads. The bytes written do not depend on it.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what an earlier conversion or export wrote to DST.")
+    ] = False,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size of one output file.")] = "5GB",
     push_to_hub: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="REPO", help="Write the card, verify, and upload.")
@@ -118,6 +123,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint, streaming. Run the same command again to finish an interrupted conversion."""
     from swapq.checkpoint.conversion import convert_checkpoint
+    from swapq.headers import SCRATCH_NAME
 
     if push_to_hub is not None:
         from swapq.checkpoint.card import check_base_model, write_card
@@ -129,9 +135,15 @@ def convert(
         raise typer.BadParameter(
             "--base-model is for the card, which --push-to-hub writes; add it, or give --base-model to `swapq card`"
         )
-    done = convert_checkpoint(
-        source, destination, recipe, layout=layout, workers=workers, overwrite=overwrite, max_shard_size=max_shard_size
-    )
+    options: dict[str, Any] = {"layout": layout, "workers": workers, "max_shard_size": max_shard_size}
+    try:
+        done = convert_checkpoint(source, destination, recipe, overwrite=overwrite, **options)
+    except KeyboardInterrupt:
+        if not (destination / SCRATCH_NAME).is_dir():
+            raise
+        raise KeyboardInterrupt(
+            f"{destination} is unfinished; the same command goes on from where it stopped"
+        ) from None
     if done.already_done:
         _say(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
     else:

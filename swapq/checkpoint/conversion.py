@@ -94,8 +94,8 @@ def convert_checkpoint(
         recipe: see :func:`swapq.convert`.
         layout: one of :func:`swapq.checkpoint.layouts.names`.
         workers: threads, 1 to 256; the bytes written do not depend on it.
-        overwrite: replace what an earlier conversion wrote to the destination. An unfinished run of this very conversion is gone on
-            with, unless ``resume`` is False.
+        overwrite: replace what an earlier conversion or export wrote to the destination, and nothing else. An unfinished run of this very
+            conversion is gone on with, unless ``resume`` is False.
         resume: go on where an interrupted run of the same conversion stopped.
         max_shard_size: bytes, or a string such as ``"5GB"``.
         progress: show a bar with rate and time left on stderr.
@@ -141,7 +141,7 @@ def _convert(
         record = read_json(dst / RECORD_NAME)
         return Conversion(job.plan, record["shards"], True, 0, (), 0)
     others = Others.of(src, job.source.files)
-    state = resumable(job, dst, overwrite=overwrite, resume=resume)
+    state = resumable(job, others, dst, overwrite=overwrite, resume=resume)
     check_space(job, others, dst, state.finished(dst) if state else set())
     config = _config(job)
 
