@@ -399,3 +399,17 @@ def test_every_command_calls_an_unfinished_conversion_by_its_name(
     (problem,) = swapq.verify(dst).problems
     assert problem.startswith(named)
     assert run("verify", dst)[0] == 1
+
+
+def test_a_conversion_without_numba_says_that_it_is_slow(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("convert", src, tmp_path / "fast", "-r", "nvfp4-rl") == (0, "")
+    monkeypatch.setattr("swapq.kernels.cpu.available", lambda: False)
+    code, said = run("convert", src, tmp_path / "slow", "-r", "nvfp4-rl")
+    assert code == 0
+    assert said.startswith("note: numba is not installed")
+    assert "pip install 'swapq[convert]'" in said
+    assert len(said.splitlines()) == 1
+    assert run("convert", src, tmp_path / "slow", "-r", "nvfp4-rl") == (0, "")
+    assert run("convert", src, tmp_path / "copied", "-r", "bf16") == (0, "")

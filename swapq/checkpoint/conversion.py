@@ -34,6 +34,7 @@ from swapq.checkpoint.stream import stream
 from swapq.checkpoint.writer import shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
+from swapq.kernels import cpu
 from swapq.plan import Plan, plan
 from swapq.recipe import Recipe
 
@@ -98,7 +99,7 @@ def convert_checkpoint(
             conversion is gone on with, unless ``resume`` is False.
         resume: go on where an interrupted run of the same conversion stopped.
         max_shard_size: bytes, or a string such as ``"5GB"``.
-        progress: show a bar with rate and time left on stderr.
+        progress: show a bar with rate and time left on stderr, and a note where numba is missing.
 
     Raises:
         RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`; before anything is written. RecipeError also for a recipe that is
@@ -203,6 +204,11 @@ def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str],
         state.shards[shard.file] = {"bytes": shard.nbytes, "sha256": sha256, "underflowed_blocks": underflowed}
         state.save()
 
+    if show and job.plan.quantized and not cpu.available():
+        Console(stderr=True, soft_wrap=True).print(
+            "note: numba is not installed, so quantizing takes five to fifty times as long; pip install 'swapq[convert]'",
+            markup=False,
+        )
     with _bar(job.source_bytes, skipped, show=show) as on_bytes:
         stream(job, dst, scratch, done, workers=workers, on_bytes=on_bytes, on_shard=on_shard)
 
