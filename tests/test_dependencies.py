@@ -95,6 +95,25 @@ def closure(requirements: list[str]) -> set[str]:
     return found
 
 
+def run_without(missing: set[str], script: str, there: set[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` where these modules are not installed, nor, if given, any distribution but those ``there``."""
+    hiding = (
+        "import sys\n"
+        "from packaging.utils import canonicalize_name\n"
+        f"there = {None if there is None else sorted({*there, 'swapq'})!r}\n"
+        f"missing = {sorted(missing)!r}\n"
+        "class Without:\n"
+        "    def __init__(self, finder): self.finder = finder\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        return None if name.partition('.')[0] in missing else self.finder.find_spec(name, path, target)\n"
+        "    def find_distributions(self, *args):\n"
+        "        found = getattr(self.finder, 'find_distributions', lambda *args: [])(*args)\n"
+        "        return [one for one in found if there is None or canonicalize_name(one.metadata['Name']) in there]\n"
+        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
+    )
+    return subprocess.run([sys.executable, "-c", hiding + script], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("extra", "statement"),
     [
@@ -110,27 +129,36 @@ def test_the_packages_import_with_nothing_but_what_their_extra_installs(extra: s
     if extra:
         pytest.importorskip(extra)
     there = closure([*PROJECT["dependencies"], *EXTRAS.get(extra or "", [])])
-    by_module = metadata.packages_distributions()
     missing = {
         module
-        for module, owners in by_module.items()
+        for module, owners in metadata.packages_distributions().items()
         if module not in OURS and not {canonicalize_name(owner) for owner in owners} & there
     }
-    assert "requests" in missing, "nothing that swapq needs installs it, so the test would not notice"
-    script = (
-        "import sys\n"
-        "from packaging.utils import canonicalize_name\n"
-        f"there = {sorted({*there, 'swapq'})!r}\n"
-        f"missing = {sorted(missing)!r}\n"
-        "class Without:\n"
-        "    def __init__(self, finder): self.finder = finder\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        return None if name.partition('.')[0] in missing else self.finder.find_spec(name, path, target)\n"
-        "    def find_distributions(self, *args):\n"
-        "        found = getattr(self.finder, 'find_distributions', lambda *args: [])(*args)\n"
-        "        return [one for one in found if canonicalize_name(one.metadata['Name']) in there]\n"
-        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
-        f"{statement}\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_without(missing, statement, there)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("missing", "statement", "says"),
+    [
+        ("trl", "import swapq_trl", "pip install 'swapq[trl]'"),
+        ("trl", "from swapq_trl.trainers import GRPOTrainer", "pip install 'swapq[trl]'"),
+        ("vllm", "import swapq_vllm", "https://docs.vllm.ai/"),
+        ("vllm", "from swapq_vllm.receiver import apply_update", "https://docs.vllm.ai/"),
+        ("vllm", "from swapq_trl.generation import VLLMGeneration as V; V(None, None, mode='server')", "https://docs.vllm.ai/"),
+        ("vllm", "from swapq_trl.generation import VLLMGeneration as V; V(None, None, mode='colocate')", "https://docs.vllm.ai/"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(missing: str, statement: str, says: str) -> None:
+    pytest.importorskip("trl")
+    script = (
+        "import swapq\n"
+        f"try:\n    {statement}\n"
+        "except ImportError as error:\n"
+        "    assert isinstance(error, swapq.SwapqError), repr(error)\n"
+        "    print(error)\n"
+    )
+    done = run_without({missing}, script)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert says in done.stdout
+    assert len(done.stdout.splitlines()) == 1
