@@ -94,13 +94,20 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what a recipe would do to a checkpoint. Reads headers only, writes nothing."""
+    from swapq.checkpoint.preflight import refusal
     from swapq.plan import plan as make
 
     made = make(source, recipe, tp=tp, ep=ep)
+    refused = refusal(made, source)
+    warning = f"swapq convert refuses it: {refused}"
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=1))
-    else:
-        stdout.print(made)
+        told = made.to_dict()
+        told["summary"]["warnings"] += [warning] if refused else []
+        typer.echo(json.dumps(told, indent=1))
+        return
+    stdout.print(made)
+    if refused:
+        _say(f"warning: {warning}")
 
 
 @app.command()

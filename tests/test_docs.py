@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from swapq.anatomy import FAMILIES
 from swapq.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,3 +80,18 @@ def test_every_python_snippet_is_python_and_imports_what_is_there(page: str, cod
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("swapq"):
             module = __import__(str(node.module), fromlist=["_"])
             assert all(hasattr(module, alias.name) for alias in node.names), page
+
+
+def test_the_page_lists_the_families_that_the_code_knows_under_their_own_spelling() -> None:
+    text = BY_NAME["docs/checkpoints.md"].read_text().partition("## Families")[2].partition("## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    listed = {name: spelling for spelling, names in rows[1:] for name in re.findall(r"`(\w+)`", names)}
+    assert set(listed) == set(FAMILIES)
+    for name, spelling in listed.items():
+        family = FAMILIES[name]
+        if not family.interleaved:
+            gate, up, down = family.projections
+            expected = [f"{family.block[1]}.experts.0.{gate or up}", *([up] if gate else []), down]
+            assert re.findall(r"`([^`]+)`", spelling) == expected, name

@@ -6,13 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from swapq.checkpoint import layouts
 from swapq.checkpoint.job import Job
 from swapq.checkpoint.others import Others
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, is_ours, read_record, record_faults
-from swapq.errors import CheckpointError
-from swapq.headers import INDEX_NAME
+from swapq.checkpoint.units import units_of
+from swapq.errors import CheckpointError, SwapqError
+from swapq.headers import INDEX_NAME, read_folder
+from swapq.plan import Plan
 
-__all__ = ["check_folders", "check_space", "is_complete", "resumable"]
+__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable"]
 
 #: room for configs, the index and the file system's own needs
 _MARGIN = 64 << 20
@@ -55,6 +58,20 @@ def check_folders(source: Path, destination: Path) -> None:
                 raise CheckpointError(
                     f"{path}: is the same file as one of the source's; the source is never modified, choose another folder"
                 )
+
+
+def refusal(the_plan: Plan, source: Path) -> str:
+    """Why a conversion to layout ``swapq`` would be refused although the plan was not, by headers and names alone; or empty, also where the
+    plan's own warnings say it."""
+    if any(layout.unreadable for layout in the_plan.anatomy.experts):
+        return ""
+    try:
+        folder = read_folder(source)
+        units_of(the_plan, folder, layouts.get("swapq"))
+        Others.of(source, folder.files)
+    except SwapqError as error:
+        return str(error)
+    return ""
 
 
 def check_space(job: Job, others: Others, destination: Path, done: set[str]) -> None:
