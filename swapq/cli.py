@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
@@ -117,7 +116,9 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
     recipe: RecipeOption,
-    layout: Annotated[str, typer.Option("--layout", help="How quantized weights are named and stored.")] = "swapq",
+    layout: Annotated[
+        str, typer.Option("--layout", help="How weights are stored: swapq, modelopt or compressed-tensors.")
+    ] = "swapq",
     workers: Annotated[int, typer.Option("--workers", help="Threads. The bytes written do not depend on it.")] = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what an earlier conversion or export wrote to DST.")
@@ -133,7 +134,7 @@ def convert(
     from swapq.headers import SCRATCH_NAME
 
     if push_to_hub is not None:
-        from swapq.checkpoint.card import check_base_model, write_card
+        from swapq.checkpoint.card import check_base_model, replaced, write_card
         from swapq.checkpoint.upload import check_repository, upload
 
         check_repository(push_to_hub)
@@ -157,13 +158,21 @@ def convert(
         _print_conversion(destination, done)
     if push_to_hub is not None:
         command = f"swapq convert {source.name} {destination.name} --recipe {recipe} --layout {layout}"
+        if before := replaced(destination):
+            _say(f"note: {before}", on=stderr)
         write_card(destination, base_model=base_model, source=source, command=command)
         _say(f"uploaded: {upload(destination, push_to_hub)}")
 
 
 def _print_conversion(destination: Path, done: Any) -> None:
-    before, after = sum(e.bytes_before for e in done.plan), done.output_bytes
-    _say(f"{len(done.plan.quantized)} weights quantized, {decimal(before)} -> {decimal(after)} in {destination}")
+    from swapq.headers import read_folder
+    from swapq.plan_table import human_bytes
+
+    before, after = sum(e.bytes_before for e in done.plan), read_folder(destination).nbytes
+    _say(
+        f"{len(done.plan.quantized)} weights quantized, {human_bytes(before)} -> {human_bytes(after)} of tensors in {destination} "
+        f"({human_bytes(done.output_bytes)} in files)"
+    )
     if done.resumed:
         _say(f"{done.resumed} shards were finished by an earlier run")
     if done.underflowed_blocks:
@@ -211,10 +220,13 @@ def verify(
 
 
 def _print_verification(directory: Path, found: Any) -> None:
+    from swapq.plan_table import human_bytes
+
     totals = dict(found.totals)
     by_role = totals.pop("by_role", {})
     for name, value in totals.items():
-        _say(f"{name.replace('_', ' ')}: {value}")
+        shown = f"{value:,} ({human_bytes(value)} of tensors)" if name == "bytes" else value
+        _say(f"{name.replace('_', ' ')}: {shown}")
     if by_role:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("role", "relative error", "SQNR"):
@@ -239,6 +251,7 @@ def inspect(
 ) -> None:
     """Show what lies in a checkpoint folder: dtypes, roles, quantization. Reads headers only."""
     from swapq.checkpoint.inspection import inspect as look
+    from swapq.plan_table import human_bytes
 
     found = look(directory)
     if as_json:
@@ -247,7 +260,7 @@ def inspect(
     _say(
         f"{directory}: {found.family or 'family not stated'}, quantization {found.quantization}, layout {found.layout}"
     )
-    _say(f"{found.tensors} tensors, {decimal(found.nbytes)} in {len(found.files)} files")
+    _say(f"{found.tensors} tensors, {human_bytes(found.nbytes)} in {len(found.files)} files")
     for title, rows in (("dtype", found.dtypes), ("role", found.roles)):
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in (title, *next(iter(rows.values()), {})):
@@ -274,9 +287,12 @@ def card(
     ] = None,
 ) -> None:
     """Write the model card (README.md) of a quantized folder from its own verification."""
-    from swapq.checkpoint.card import write_card
+    from swapq.checkpoint.card import replaced, write_card
 
+    before = replaced(directory)
     _say(f"wrote {write_card(directory, base_model=base_model, source=source, license=license)}")
+    if before:
+        _say(f"note: {before}", on=stderr)
 
 
 @app.command()

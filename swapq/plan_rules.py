@@ -82,7 +82,8 @@ def _decide(info: TensorInfo, recipe: Recipe, fp8: set[str], pattern: str, layer
         return Decision("bf16", info.note or ("no linear weight" if len(info.shape) > 1 else "vector"))
     fmt = recipe.format_of(info.role)
     if fmt == "bf16":
-        return Decision("bf16", f"{info.role.value} stay BF16 in {recipe.name}")
+        verb = "stay" if info.role.value.endswith("s") else "stays"
+        return Decision("bf16", f"{info.role.value} {verb} BF16 in {recipe.name}")
     if pattern:
         return Decision("bf16", f"keep_bf16 pattern {pattern!r}")
     if info.layer is not None and info.layer in layers:
