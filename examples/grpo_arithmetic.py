@@ -44,6 +44,7 @@ from arithmetic.live import LiveTable  # noqa: E402
 from arithmetic.task import MAX_COMPLETION_TOKENS, all_sums, exact, exact_rate, prompts, reward  # noqa: E402
 from arithmetic.warmup import warm_model  # noqa: E402
 from rich.console import Console  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
@@ -122,6 +123,30 @@ def tiny_model(options: argparse.Namespace) -> Path:
     return warm_model(options.cache, Warmup(seed=options.seed))
 
 
+def open_start(source: Path) -> tuple[Any, Any]:
+    """Model, with FP32 masters, and tokenizer of the folder to start from."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        read = tokenizer.decode(tokenizer("7+12=").input_ids, skip_special_tokens=True)
+        if read.replace(" ", "") != "7+12=":  # where there is no tokenizer, transformers makes one without a vocabulary
+            raise swapq.SwapqError(
+                f"{source}: its tokenizer makes {read!r} of '7+12='; save the model's own tokenizer beside it "
+                "(tokenizer.save_pretrained)"
+            )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except swapq.SwapqError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise swapq.SwapqError(f"{source}: cannot be opened ({reason})") from error
+    known, largest = model.get_input_embeddings().num_embeddings, max(tokenizer("0123456789+=").input_ids)
+    if largest >= known:
+        raise swapq.SwapqError(
+            f"{source}: its tokenizer has the id {largest} and its model knows {known}; they do not belong together"
+        )
+    return model, tokenizer
+
+
 def convert(model: Any, options: argparse.Namespace, console: Console) -> Any:
     """`swapq.convert` with the chosen recipe, and the plan it follows."""
     overrides = {} if options.backward is None else {"backward": options.backward}
@@ -147,8 +172,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     transformers_logging.disable_progress_bar()
     source = tiny_model(options)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    model, tokenizer = open_start(source)
     bf16_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
     convert(model, options, console)
 

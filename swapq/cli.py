@@ -1,4 +1,4 @@
-"""The command line. Every refusal is one line on stderr, ``error: ...``, with exit code 2; exit code 1 means that the answer is no."""
+"""The command line. Every refusal is one line on stderr, ``error: ...``, with exit code 2. Exit code 1: the answer is no. 130: Ctrl-C."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
@@ -39,6 +38,9 @@ class _Commands(TyperGroup):
             typer.echo(f"error: {error.format_message()} (see `{command} --help`)", err=True)
         except OSError as error:
             typer.echo(f"error: {error.filename or 'file'}: {error.strerror or error}", err=True)
+        except KeyboardInterrupt as stop:  # with what the command says of it
+            typer.echo(f"stopped{': ' if stop.args else ''}{' '.join(map(str, stop.args))}", err=True)
+            ctx.exit(130)
         ctx.exit(2)
 
 
@@ -91,13 +93,20 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what a recipe would do to a checkpoint. Reads headers only, writes nothing."""
+    from swapq.checkpoint.preflight import refusal
     from swapq.plan import plan as make
 
     made = make(source, recipe, tp=tp, ep=ep)
+    refused = refusal(made, source)
+    warning = f"swapq convert refuses it: {refused}"
     if as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=1))
-    else:
-        stdout.print(made)
+        told = made.to_dict()
+        told["summary"]["warnings"] += [warning] if refused else []
+        typer.echo(json.dumps(told, indent=1))
+        return
+    stdout.print(made)
+    if refused:
+        _say(f"warning: {warning}")
 
 
 @app.command()
@@ -107,9 +116,13 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
     recipe: RecipeOption,
-    layout: Annotated[str, typer.Option("--layout", help="How quantized weights are named and stored.")] = "swapq",
+    layout: Annotated[
+        str, typer.Option("--layout", help="How weights are stored: swapq, modelopt or compressed-tensors.")
+    ] = "swapq",
     workers: Annotated[int, typer.Option("--workers", help="Threads. The bytes written do not depend on it.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what an earlier conversion or export wrote to DST.")
+    ] = False,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size of one output file.")] = "5GB",
     push_to_hub: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="REPO", help="Write the card, verify, and upload.")
@@ -118,9 +131,10 @@ def convert(
 ) -> None:
     """Convert a checkpoint, streaming. Run the same command again to finish an interrupted conversion."""
     from swapq.checkpoint.conversion import convert_checkpoint
+    from swapq.headers import SCRATCH_NAME
 
     if push_to_hub is not None:
-        from swapq.checkpoint.card import check_base_model, write_card
+        from swapq.checkpoint.card import check_base_model, replaced, write_card
         from swapq.checkpoint.upload import check_repository, upload
 
         check_repository(push_to_hub)
@@ -129,22 +143,36 @@ def convert(
         raise typer.BadParameter(
             "--base-model is for the card, which --push-to-hub writes; add it, or give --base-model to `swapq card`"
         )
-    done = convert_checkpoint(
-        source, destination, recipe, layout=layout, workers=workers, overwrite=overwrite, max_shard_size=max_shard_size
-    )
+    options: dict[str, Any] = {"layout": layout, "workers": workers, "max_shard_size": max_shard_size}
+    try:
+        done = convert_checkpoint(source, destination, recipe, overwrite=overwrite, **options)
+    except KeyboardInterrupt:
+        if not (destination / SCRATCH_NAME).is_dir():
+            raise
+        raise KeyboardInterrupt(
+            f"{destination} is unfinished; the same command goes on from where it stopped"
+        ) from None
     if done.already_done:
         _say(f"{destination} is finished already: same source, same recipe. Nothing was touched.")
     else:
         _print_conversion(destination, done)
     if push_to_hub is not None:
         command = f"swapq convert {source.name} {destination.name} --recipe {recipe} --layout {layout}"
+        if before := replaced(destination):
+            _say(f"note: {before}", on=stderr)
         write_card(destination, base_model=base_model, source=source, command=command)
         _say(f"uploaded: {upload(destination, push_to_hub)}")
 
 
 def _print_conversion(destination: Path, done: Any) -> None:
-    before, after = sum(e.bytes_before for e in done.plan), done.output_bytes
-    _say(f"{len(done.plan.quantized)} weights quantized, {decimal(before)} -> {decimal(after)} in {destination}")
+    from swapq.headers import read_folder
+    from swapq.plan_table import human_bytes
+
+    before, after = sum(e.bytes_before for e in done.plan), read_folder(destination).nbytes
+    _say(
+        f"{len(done.plan.quantized)} weights quantized, {human_bytes(before)} -> {human_bytes(after)} of tensors in {destination} "
+        f"({human_bytes(done.output_bytes)} in files)"
+    )
     if done.resumed:
         _say(f"{done.resumed} shards were finished by an earlier run")
     if done.underflowed_blocks:
@@ -192,10 +220,13 @@ def verify(
 
 
 def _print_verification(directory: Path, found: Any) -> None:
+    from swapq.plan_table import human_bytes
+
     totals = dict(found.totals)
     by_role = totals.pop("by_role", {})
     for name, value in totals.items():
-        _say(f"{name.replace('_', ' ')}: {value}")
+        shown = f"{value:,} ({human_bytes(value)} of tensors)" if name == "bytes" else value
+        _say(f"{name.replace('_', ' ')}: {shown}")
     if by_role:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("role", "relative error", "SQNR"):
@@ -220,6 +251,7 @@ def inspect(
 ) -> None:
     """Show what lies in a checkpoint folder: dtypes, roles, quantization. Reads headers only."""
     from swapq.checkpoint.inspection import inspect as look
+    from swapq.plan_table import human_bytes
 
     found = look(directory)
     if as_json:
@@ -228,7 +260,7 @@ def inspect(
     _say(
         f"{directory}: {found.family or 'family not stated'}, quantization {found.quantization}, layout {found.layout}"
     )
-    _say(f"{found.tensors} tensors, {decimal(found.nbytes)} in {len(found.files)} files")
+    _say(f"{found.tensors} tensors, {human_bytes(found.nbytes)} in {len(found.files)} files")
     for title, rows in (("dtype", found.dtypes), ("role", found.roles)):
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in (title, *next(iter(rows.values()), {})):
@@ -255,9 +287,12 @@ def card(
     ] = None,
 ) -> None:
     """Write the model card (README.md) of a quantized folder from its own verification."""
-    from swapq.checkpoint.card import write_card
+    from swapq.checkpoint.card import replaced, write_card
 
+    before = replaced(directory)
     _say(f"wrote {write_card(directory, base_model=base_model, source=source, license=license)}")
+    if before:
+        _say(f"note: {before}", on=stderr)
 
 
 @app.command()

@@ -46,19 +46,21 @@ def measure(
     """Measure the checkpoint in ``directory``; also a sentence that says on what.
 
     Raises:
-        SwapqError: a recipe or a folder that cannot be planned, or a device that is not there; before the model is loaded.
+        SwapqError: a recipe or a folder that cannot be planned, a device that is not there, or prompts that cannot be read; before the
+            model is loaded.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     resolved = Recipe.resolve(recipe)
     _check_device(device)
-    plan(directory, resolved.replace(first_layers_bf16=0, last_layers_bf16=0))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    model = loaded.to(device)
-    config = model.config.get_text_config()
+    if not plan(directory, resolved.replace(first_layers_bf16=0, last_layers_bf16=0)).quantized:
+        raise UnsupportedError(f"recipe {resolved.name!r} quantizes nothing, so there is nothing to rank; name another")
+    config = AutoConfig.from_pretrained(directory).get_text_config()
     length = min(256, getattr(config, "max_position_embeddings", None) or 256)  # beyond it the model knows no position
     batches, what = prompt_batches(directory, config.vocab_size, prompts, length)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = loaded.to(device)
     columns = TextColumn("Measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task("layers", total=None)

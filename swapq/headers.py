@@ -23,6 +23,7 @@ from swapq.errors import CheckpointError
 __all__ = [
     "DTYPES",
     "INDEX_NAME",
+    "SCRATCH_NAME",
     "SINGLE_NAME",
     "Folder",
     "TensorHeader",
@@ -34,6 +35,8 @@ __all__ = [
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+#: folder inside the destination of a conversion for what is not whole; removed at its end
+SCRATCH_NAME = ".swapq"
 #: the safetensors library's own limit
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 1_000_000_000
@@ -183,11 +186,16 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
     """Headers and index of a Hugging Face checkpoint folder.
 
     Raises:
-        CheckpointError: no folder, no safetensors, only pickled weights, shards without an index, an index that points outside
-            the folder, or an index and headers that disagree (a missing file, a listed tensor that is not there, a tensor
+        CheckpointError: no folder, an unfinished conversion, no safetensors, only pickled weights, shards without an index, an index that
+            points outside the folder, or an index and headers that disagree (a missing file, a listed tensor that is not there, a tensor
             that is there and not listed, a tensor in two files).
     """
     path = folder_path(directory)
+    if (path / SCRATCH_NAME).is_dir() and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path}: is an unfinished conversion ({SCRATCH_NAME} is there and config.json is not yet); run its command again, which goes "
+            "on where it stopped"
+        )
     present = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
     has_index = (path / INDEX_NAME).exists()
     if has_index and SINGLE_NAME in present:

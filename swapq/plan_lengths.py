@@ -1,12 +1,15 @@
 """Lengths against blocks: what a format, or an engine that cuts tensors over ranks, could not hold is refused before anything is made."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from swapq import formats
 from swapq.anatomy import Anatomy, ExpertsLayout, TensorInfo
 from swapq.anatomy.names import FUSED_GROUPS, ROW_PARALLEL
 from swapq.errors import PlanError
+from swapq.named_recipes import NAMED
 from swapq.recipe import Recipe
 
 __all__ = ["check_lengths"]
@@ -43,7 +46,25 @@ def check_lengths(anatomy: Anatomy, recipe: Recipe, chosen: Sequence[str], tp: i
     if problems:
         kinds = list(_alike(problems))
         more = f" (and {len(kinds) - _SHOWN} kinds of tensors more)" if len(kinds) > _SHOWN else ""
-        raise PlanError("; ".join(kinds[:_SHOWN]) + more)
+        said = "; ".join(kinds[:_SHOWN]) + more
+        raise PlanError(said + _in_a_file(recipe, said))
+
+
+def _in_a_file(recipe: Recipe, advice: str) -> str:
+    """How a command, which has no option for fields of a recipe, follows the advice."""
+    fields: dict[str, Any] = {"name": recipe.name}
+    if "int4_g32" in advice:
+        fields["weights"] = {role: "int4_g32" if fmt == "int4" else fmt for role, fmt in recipe.weights.items()}
+    elif "keep_bf16" in advice:
+        fields["keep_bf16"] = [*recipe.keep_bf16, "..."]
+    if len(fields) == 1:
+        return ""
+    what = (
+        f"with {json.dumps(fields)}"
+        if recipe.name in NAMED
+        else f"with this in it: {json.dumps(fields)[1:-1].partition(', ')[2]}"
+    )
+    return f". On the command line: --recipe FILE.json, {what}"
 
 
 def _alike(problems: Sequence[str]) -> Iterable[str]:
@@ -93,8 +114,8 @@ def _cut(name: str, length: int, parts: int, fmt: str, why: str, advice: str) ->
     form = formats.get(fmt)
     block = form.block
     if length % block and (not form.partial_blocks or parts > 1):
-        smaller = ", or give this role the format int4_g32" if fmt == "int4" and length % 32 == 0 else ""
-        yield f"{name}: length {length} is not a multiple of the {fmt} block of {block}; {advice}{smaller}"
+        smaller = "give this role the format int4_g32, or " if fmt == "int4" and length % 32 == 0 else ""
+        yield f"{name}: length {length} is not a multiple of the {fmt} block of {block}; {smaller}{advice}"
     elif parts > 1 and (length % parts or (length // parts) % block):
         share = f"{length / parts:g}"
         yield f"{name}: length {length} over {why} is {share} a rank, not a multiple of the {fmt} block of {block}; {advice}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swapq.anatomy import Anatomy, ExpertsLayout, Role, TensorInfo
+from swapq.anatomy import FAMILIES, QUANTIZABLE, Anatomy, ExpertsLayout, Role, TensorInfo
 from swapq.anatomy.names import FUSED_GROUPS, live_spelling
 from swapq.anatomy.role import ALWAYS_KEPT, NEVER_QUANTIZED, UNTOUCHED
 from swapq.errors import PlanError
@@ -82,7 +82,8 @@ def _decide(info: TensorInfo, recipe: Recipe, fp8: set[str], pattern: str, layer
         return Decision("bf16", info.note or ("no linear weight" if len(info.shape) > 1 else "vector"))
     fmt = recipe.format_of(info.role)
     if fmt == "bf16":
-        return Decision("bf16", f"{info.role.value} stay BF16 in {recipe.name}")
+        verb = "stay" if info.role.value.endswith("s") else "stays"
+        return Decision("bf16", f"{info.role.value} {verb} BF16 in {recipe.name}")
     if pattern:
         return Decision("bf16", f"keep_bf16 pattern {pattern!r}")
     if info.layer is not None and info.layer in layers:
@@ -281,11 +282,29 @@ def _check_any(anatomy: Anatomy, recipe: Recipe, verdict: Verdict) -> None:
         what = "no expert" if set(recipe.weights) == {Role.routed_experts.value} else "no tensor"
         raise PlanError(
             f"recipe {recipe.name!r} quantizes {roles} and matched {what} in this {anatomy.family} {anatomy.source}"
+            f"{_unmatched(anatomy)}"
         )
     reasons = Counter(verdict.decisions[i].reason for i in eligible)
     said = "; ".join(f"{count} by {reason}" for reason, count in reasons.most_common(4))
     raise PlanError(
         f"recipe {recipe.name!r} quantizes {roles} and every such tensor is kept in BF16: {said}; drop an exception, or use recipe 'bf16'"
+    )
+
+
+def _unmatched(anatomy: Anatomy) -> str:
+    """Why nothing was matched, and what to do: the end of a message."""
+    if any(t.linear and t.role in QUANTIZABLE for t in anatomy.tensors):
+        return (
+            ""
+            if anatomy.experts
+            else ", which has no routed experts; 'mxfp8-rl' and 'fp8-block-rl' quantize attention and MLPs"
+        )
+    roles = (*QUANTIZABLE, Role.other)
+    strange = next((t.name for t in anatomy.tensors if len(t.shape) == 2 and t.role in roles), "")
+    return (
+        f": model_type {anatomy.model_type!r} is none of the families that swapq knows ({', '.join(sorted(FAMILIES))}), nor do its linears "
+        "have the names of dense models in the spelling of Llama and Qwen (q_proj, o_proj, gate_proj, down_proj)"
+        + (f"; one of them is {strange}" if strange else "")
     )
 
 
@@ -308,6 +327,9 @@ def _warnings(anatomy: Anatomy, recipe: Recipe, verdict: Verdict, tp: int, ep: i
     uneven = sorted(n for n in experts if n % ep)
     if uneven:
         found.append(f"{uneven[0]} experts over ep = {ep} ranks are uneven")
+    refused = next((layout for layout in anatomy.experts if layout.unreadable), None)
+    if refused is not None and recipe.format_of(Role.routed_experts) != "bf16":
+        found.append(f"conversion and export refuse it: {refused.unreadable} ({anatomy.family}); it can be trained")
     if any(d.format == "dropped" for d in verdict.decisions):
         found.append("block-FP8 source: weights that stay unquantized are written as BF16")
     return found

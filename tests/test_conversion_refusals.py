@@ -340,3 +340,76 @@ def test_a_recipe_that_quantizes_nothing_is_refused_in_layouts_without_words_for
 
 def test_a_base_model_without_a_card_to_put_it_in_is_refused(src: Path, tmp_path: Path) -> None:
     assert "--base-model is for the card" in refused(src, tmp_path / "dst", "--base-model", "owner/name")
+
+
+def stopped(src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> tuple[int, str]:
+    """Ctrl-C when the file ``at`` is published."""
+    real = os.replace
+
+    def replace(a: Any, b: Any) -> None:
+        if Path(b).name == at:
+            raise KeyboardInterrupt
+        real(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        return run("convert", src, dst, "-r", "nvfp4-rl", "--max-shard-size", 30_000)
+
+
+@pytest.mark.parametrize("at", ["model-00003-of-00005.safetensors", "config.json", "swapq.json"])
+def test_ctrl_c_says_in_one_line_that_the_same_command_goes_on(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    dst = tmp_path / "dst"
+    code, said = stopped(src, dst, monkeypatch, at)
+    assert code == 130
+    assert said == f"stopped: {dst} is unfinished; the same command goes on from where it stopped\n"
+    assert run("convert", src, dst, "-r", "nvfp4-rl", "--max-shard-size", 30_000)[0] == 0
+    assert run("verify", dst, "--source", src)[0] == 0
+
+
+def test_ctrl_c_before_anything_is_written_says_so_little(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("swapq.checkpoint.conversion.plan", stop)
+    assert run("convert", src, tmp_path / "dst", "-r", "nvfp4-rl") == (130, "stopped\n")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_every_command_calls_an_unfinished_conversion_by_its_name(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst = tmp_path / "dst"
+    assert stopped(src, dst, monkeypatch, "model-00003-of-00005.safetensors")[0] == 130
+    named = f"{dst}: is an unfinished conversion"
+    for command in (
+        ("inspect", dst),
+        ("plan", dst, "-r", "nvfp4-rl"),
+        ("convert", dst, tmp_path / "other", "-r", "nvfp4-rl"),
+        ("card", dst),
+        ("verify", src, "--source", dst),
+    ):
+        code, said = run(*command)
+        assert code == 2, command
+        assert said.startswith(f"error: {named}"), said
+        assert "run its command again" in said
+    (problem,) = swapq.verify(dst).problems
+    assert problem.startswith(named)
+    assert run("verify", dst)[0] == 1
+
+
+def test_a_conversion_without_numba_says_that_it_is_slow(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("convert", src, tmp_path / "fast", "-r", "nvfp4-rl") == (0, "")
+    monkeypatch.setattr("swapq.kernels.cpu.available", lambda: False)
+    code, said = run("convert", src, tmp_path / "slow", "-r", "nvfp4-rl")
+    assert code == 0
+    assert said.startswith("note: numba is not installed")
+    assert "pip install 'swapq[convert]'" in said
+    assert len(said.splitlines()) == 1
+    assert run("convert", src, tmp_path / "slow", "-r", "nvfp4-rl") == (0, "")
+    assert run("convert", src, tmp_path / "copied", "-r", "bf16") == (0, "")

@@ -244,3 +244,77 @@ def test_a_shard_of_the_right_size_with_other_bytes_does_not_pass_verify(src: Pa
     shard.write_bytes(raw)
     assert any("SHA-256" in p for p in swapq.verify(dst).problems)
     assert load_file(shard)
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "shards alone", "a config alone", "a tokenizer alone"])
+def test_an_overwrite_never_replaces_what_swapq_did_not_write(src: Path, tmp_path: Path, what: str) -> None:
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    kept = {
+        "a checkpoint": "*",
+        "shards alone": "*.safetensors",
+        "a config alone": "config.json",
+        "a tokenizer alone": "tok*",
+    }
+    for path in src.glob(kept[what]):
+        if path.is_file():
+            (dst / path.name).write_bytes(path.read_bytes())
+    before = files(dst)
+    with pytest.raises(swapq.SwapqError, match=r"holds no unfinished conversion; choose another folder$"):
+        convert(src, dst)
+    with pytest.raises(swapq.SwapqError, match="was not written by swapq") as refused:
+        convert(src, dst, overwrite=True)
+    assert any(str(dst / name) in str(refused.value) for name in before)
+    assert files(dst) == before
+
+
+def test_an_overwrite_never_replaces_masters_that_were_saved_into_an_export(src: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    model = swapq.convert(qwen3_moe().to(torch.bfloat16), "nvfp4-rl", last_layers_bf16=0)
+    swapq.export(model, dst)
+    model.save_pretrained(dst)
+    before = files(dst)
+    with pytest.raises(swapq.SwapqError, match=r"config\.json: was not written by swapq"):
+        convert(src, dst, overwrite=True)
+    with pytest.raises(swapq.SwapqError, match="swapq did not write"):
+        swapq.export(model, dst)
+    assert files(dst) == before
+
+
+@pytest.mark.parametrize("layout", ["swapq", "modelopt", "compressed-tensors"])
+def test_an_overwrite_replaces_an_export_and_the_tokenizer_beside_it(src: Path, tmp_path: Path, layout: str) -> None:
+    dst = tmp_path / "dst"
+    swapq.export(swapq.convert(qwen3_moe(), "nvfp4-rl", last_layers_bf16=0), dst, layout=layout)
+    (dst / "tokenizer.json").write_text("old")
+    convert(src, dst, overwrite=True)
+    assert (dst / "tokenizer.json").read_text() == "{}"
+    assert swapq.verify(dst, source=src).ok
+
+
+def test_weights_that_came_into_a_converted_folder_later_are_refused_by_name(src: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    convert(src, dst)
+    (dst / "adapter_model.safetensors").write_bytes(b"mine")
+    with pytest.raises(swapq.SwapqError, match=r"adapter_model\.safetensors: was not written by swapq"):
+        convert(src, dst, overwrite=True, resume=False)
+    assert (dst / "adapter_model.safetensors").read_bytes() == b"mine"
+
+
+def test_an_overwrite_that_stopped_while_it_removed_the_old_files_goes_on(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst, real = tmp_path / "dst", Path.unlink
+    convert(src, dst)
+
+    def stop(self: Path, missing_ok: bool = False) -> None:
+        if self.suffix == ".safetensors":
+            raise Killed
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", stop)
+    with pytest.raises(Killed):
+        convert(src, dst, overwrite=True)
+    monkeypatch.undo()
+    assert not (dst / "config.json").exists()
+    convert(src, dst, overwrite=True)
+    assert swapq.verify(dst, source=src).ok

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from swapq.anatomy import FAMILIES
+from swapq.checkpoint import layouts
 from swapq.cli import app
+from swapq.support import matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -79,3 +82,40 @@ def test_every_python_snippet_is_python_and_imports_what_is_there(page: str, cod
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("swapq"):
             module = __import__(str(node.module), fromlist=["_"])
             assert all(hasattr(module, alias.name) for alias in node.names), page
+
+
+def test_the_page_lists_the_families_that_the_code_knows_under_their_own_spelling() -> None:
+    text = BY_NAME["docs/checkpoints.md"].read_text().partition("## Families")[2].partition("## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    listed = {name: spelling for spelling, names in rows[1:] for name in re.findall(r"`(\w+)`", names)}
+    assert set(listed) == set(FAMILIES)
+    for name, spelling in listed.items():
+        family = FAMILIES[name]
+        if not family.interleaved:
+            gate, up, down = family.projections
+            expected = [f"{family.block[1]}.experts.0.{gate or up}", *([up] if gate else []), down]
+            assert re.findall(r"`([^`]+)`", spelling) == expected, name
+
+
+def test_the_page_of_recipes_has_the_table_that_the_command_prints() -> None:
+    text = BY_NAME["docs/recipes.md"].read_text().partition("| training \\ rollout |")[2].partition("\n\n")[0]
+    head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    told = {(row[0], rollout): status for row in rows for rollout, status in zip(head, row[1:], strict=True)}
+    assert told == {(p.training, p.rollout): p.status for p in matrix()}
+    after = BY_NAME["docs/recipes.md"].read_text().partition(text)[2].partition("## ")[0]
+    assert set(re.findall(r"`(\w+)`: ", after)) == set(told.values())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_on_some_page(command: str) -> None:
+    written = " ".join(page.read_text() for page in PAGES)
+    for option in COMMANDS[command].params:
+        name = option.opts[0]
+        assert not name.startswith("--") or re.search(rf"{name}\b", written), f"swapq {command} {name}"
+
+
+def test_the_help_of_convert_names_every_layout() -> None:
+    (layout,) = [option for option in COMMANDS["convert"].params if "--layout" in option.opts]
+    assert all(name in layout.help for name in layouts.names())

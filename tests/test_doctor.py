@@ -1,6 +1,8 @@
 """swapq doctor: what it finds, what it advises, and its exit code."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 
 from swapq import doctor
 from swapq.cli import app
+from swapq.kernels import dispatch
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -68,3 +71,23 @@ def test_another_digest_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = [f for f in doctor._numerics() if f.topic == "nvfp4 on cpu"]
     assert finding.status == "gap"
     assert "do not train or serve" in finding.advice
+
+
+def test_without_numba_the_doctor_has_a_row_for_it_and_promises_no_compiled_loops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swapq.kernels.cpu.available", lambda: True)
+    assert "compiled loops" in {c.work: c for c in dispatch.choices()}["quantize rows and weights"].implementation
+    monkeypatch.setattr("swapq.kernels.cpu.available", lambda: False)
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "numba" else real(name))
+    found = {f.topic: f for f in doctor.examine()}
+    assert found["numba"].status == "note"
+    assert "pip install 'swapq[convert]'" in found["numba"].advice
+    assert found["kernel: quantize rows and weights, cpu"].found == "torch reference"
+
+
+def test_what_an_extra_installs_is_advised_as_that_extra() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+    for name, extra in doctor._EXTRAS.items():
+        assert any(line.startswith(name) for line in project["optional-dependencies"][extra])

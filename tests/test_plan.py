@@ -208,3 +208,9 @@ def test_a_plan_of_671_billion_parameters_takes_seconds(tmp_path):
     assert len(made.quantized) == (60 - 9 - 1) * 256 * 3
     assert len(text.splitlines()) < 150
     assert made.anatomy.num_layers == 61
+
+
+def test_what_stays_agrees_with_its_role_in_number():
+    reasons = {e.role.value: e.reason for e in plan(tiny("qwen2_moe"), "nvfp4-rl") if " BF16 in nvfp4-rl" in e.reason}
+    assert reasons["attention"] == "attention stays BF16 in nvfp4-rl"
+    assert reasons["shared_experts"] == "shared_experts stay BF16 in nvfp4-rl"

@@ -206,7 +206,7 @@ def test_layers_that_are_refused_alike_are_one_line_with_their_number(sized):
         plan(sized(inner=40), nvfp4())
     message = str(refused.value)
     assert message.count("length 40 is not a multiple of the nvfp4 block of 16") == 1
-    assert message.endswith("(and 1 more like it)")
+    assert message.count("(and 1 more like it)") == 1
 
 
 def test_the_advice_of_a_refusal_works(sized):

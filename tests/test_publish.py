@@ -18,6 +18,8 @@ import swapq
 from swapq.checkpoint.card import model_card, write_card
 from swapq.checkpoint.inspection import inspect
 from swapq.cli import app
+from swapq.headers import read_folder
+from swapq.plan_table import human_bytes
 from tests.helpers.hub import FakeHub, serve_hub
 from tests.helpers.models import FAMILIES, qwen3_moe
 from tests.helpers.recipes import tiny
@@ -170,3 +172,54 @@ def test_a_refusal_of_the_hub_is_one_clear_error_and_the_folder_stays(made: Path
     assert done.returncode == 2
     assert "error: me/x: the Hub refused" in done.stderr
     assert swapq.verify(tmp_path / "dst").ok
+
+
+def test_a_card_that_replaces_another_readme_says_so(made: Path, tmp_path: Path) -> None:
+    src, dst = Path(shutil.copytree(made / "src", tmp_path / "src")), tmp_path / "dst"
+    (src / "README.md").write_text("# The base model\n")
+    swapq.convert_checkpoint(src, dst, "nvfp4-rl", progress=False)
+
+    def note(folder: Path) -> str:
+        result = CliRunner().invoke(app, ["card", str(folder)])
+        assert result.exit_code == 0, result.output
+        assert "Made by swapq" in (folder / "README.md").read_text()
+        return result.stderr
+
+    assert (
+        f"note: {dst / 'README.md'} was there before (the source's, copied by the conversion) and is replaced"
+        in note(dst)
+    )
+    assert note(dst) == "", "a card of swapq's own"
+    own = Path(shutil.copytree(made / "dst", tmp_path / "own"))
+    assert note(own) == ""
+    (own / "README.md").write_text("mine")
+    assert "(not written by swapq)" in note(own)
+
+
+@pytest.mark.parametrize("layout", ["swapq", "modelopt"])
+@pytest.mark.parametrize("size", ["5GB", "30000"])
+def test_every_command_counts_the_same_bytes(made: Path, tmp_path: Path, layout: str, size: str) -> None:
+    def said(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.replace("\n", " ")
+
+    src, dst = made / "src", tmp_path / "dst"
+    options = ("--layout", layout, "--max-shard-size", size)
+    counted = human_bytes(sum(t.nbytes for t in read_folder(made / "src").tensors.values()))
+    planned = said("plan", src, "-r", "nvfp4-rl")
+    converted = said("convert", src, dst, "-r", "nvfp4-rl", *options)
+    exact = swapq.verify(dst).totals["bytes"]
+    assert f"{counted} -> {human_bytes(exact)} of tensors in {dst}" in converted
+    assert f"bytes: {exact:,} ({human_bytes(exact)} of tensors)" in said("verify", dst)
+    assert f"tensors, {human_bytes(exact)} in" in said("inspect", dst)
+    if layout == "swapq":
+        assert f"{counted} -> {human_bytes(exact)} (" in planned
+    on_disk = sum(p.stat().st_size for p in dst.glob("*.safetensors"))
+    assert f"({human_bytes(on_disk)} in files)" in converted
+
+
+def test_a_folder_that_is_converted_already_is_refused_by_its_name(made: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["convert", str(made / "dst"), str(tmp_path / "again"), "-r", "nvfp4-rl"])
+    assert result.exit_code == 2
+    assert f"{made / 'dst' / 'config.json'}: quantization_config: this checkpoint is already converted" in result.stderr

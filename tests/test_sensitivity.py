@@ -190,3 +190,28 @@ def test_prompts_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["sensitivity", str(tmp_path / "model"), *options])
     assert result.exit_code == 2, result.output
     assert "is no UTF-8 text" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--recipe", "nvfp4-rl", "--prompts", "nofile"], "nofile"),
+        (["--recipe", "nvfp4-rl", "--prompts", "prompts.txt"], "has no tokenizer"),
+        (["--recipe", "bf16"], "recipe 'bf16' quantizes nothing"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    spoilt().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("one two\n")
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    result = CliRunner().invoke(app, ["sensitivity", str(tmp_path / "model"), *options])
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import swapq
 from swapq.checkpoint import layouts
 from swapq.cli import app
+from tests.helpers.conversions import convert, every, saved
 from tests.helpers.models import FAMILIES, qwen3_moe
 from tests.helpers.recipes import tiny
 
@@ -160,7 +162,7 @@ VALUES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "a norm in another dtype": (
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float()}),
-        "model.norm.weight: not quantized, and not bit-identical",
+        "model.norm.weight: not quantized, and stored as float32, bfloat16 in the source; only the dtype differs",
     ),
     "a tensor too many": (
         lambda t: t.update({"extra.weight": torch.zeros(4)}),
@@ -377,3 +379,32 @@ def test_the_command_has_exit_codes_and_json(made: Path, tmp_path: Path) -> None
     assert bad.exit_code == 1
     assert "NOT sound" in bad.output
     assert EXPERT in bad.output.replace("\n", "")
+
+
+def test_an_fp32_export_beside_its_bf16_source_differs_in_dtypes_only_and_says_so(tmp_path: Path) -> None:
+    src = saved(tmp_path / "src")
+    model = AutoModelForCausalLM.from_pretrained(src, dtype=torch.float32)
+    swapq.export(swapq.convert(model, "nvfp4-rl", last_layers_bf16=0), tmp_path / "dst")
+    found = swapq.verify(tmp_path / "dst", source=src)
+    kept = [name for name, t in every(src).items() if ".experts." not in name]
+    assert len(found.problems) == len(kept)
+    assert all("stored as float32, bfloat16 in the source; only the dtype differs" in p for p in found.problems)
+    back = swapq.verify(tmp_path / "dst")
+    assert back.ok
+    other = every(tmp_path / "dst")
+    other["model.norm.weight"][0] += 1
+    save_file(other, tmp_path / "dst" / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = [p for p in swapq.verify(tmp_path / "dst", source=src).problems if "model.norm.weight" in p]
+    assert problem.endswith("its values are others, too")
+
+
+def test_tensors_that_a_folder_holds_rounded_are_called_rounded(tmp_path: Path) -> None:
+    src = saved(tmp_path / "src", dtype=torch.float32)
+    convert(src, tmp_path / "dst")
+    tensors = every(tmp_path / "dst")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][1:].contiguous()
+    save_file(tensors, tmp_path / "dst" / "model.safetensors", metadata={"format": "pt"})
+    said = {p.partition(":")[0]: p for p in swapq.verify(tmp_path / "dst", source=src).problems}
+    assert said["model.norm.weight"].endswith("the values are the source's, rounded")
+    assert "its shape is [" in said["model.embed_tokens.weight"]

@@ -76,6 +76,8 @@ class VLLMGeneration(_VLLMGeneration):
         engine_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        import swapq_vllm  # noqa: F401  # says what to install where vLLM is missing; a server's client needs it too
+
         self.engine_options = dict(engine_options or {})
         fixed = sorted(_FIXED_OPTIONS & set(self.engine_options))
         if fixed:

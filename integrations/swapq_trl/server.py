@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from requests.exceptions import RequestException
-
 from swapq.errors import SyncError, UnsupportedError
 
 __all__ = ["CannotTell", "require_forgetting", "resting", "running", "verified"]
@@ -137,7 +135,7 @@ def _request(
     """The answer to a request, after the retries of TRL's session; ``failure`` with ``advice`` at its end is raised without one."""
     try:
         answer = getattr(client.session, method)(f"{client.base_url}/{path}", **body)
-    except RequestException as error:
+    except OSError as error:  # every error of requests, which only TRL's client needs, is one
         raise failure(f"the server could not {what} ({type(error).__name__}: {str(error)[:300]}){advice}") from error
     if answer.status_code != 200:
         raise failure(f"the server could not {what} ({answer.status_code}: {answer.text[:300]}){advice}")

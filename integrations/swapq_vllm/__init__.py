@@ -4,9 +4,18 @@ vLLM finds :func:`register` through the entry-point group ``vllm.general_plugins
 :mod:`swapq_vllm.receiver`.
 """
 
+import importlib.util
 import logging
 
+from swapq.errors import MissingPackageError
+
 __all__ = ["register"]
+
+if importlib.util.find_spec("vllm") is None:
+    raise MissingPackageError(
+        "swapq_vllm needs vLLM 0.25 to 0.31, which is not installed; how depends on the machine: "
+        "https://docs.vllm.ai/en/latest/getting_started/installation/"
+    )
 
 _logger = logging.getLogger("swapq_vllm")
 _registered = False

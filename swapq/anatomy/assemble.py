@@ -72,6 +72,7 @@ def assemble(
         source=source,
         quantization=quantization,
         spelling=family,
+        model_type=kind,
     )
 
 

@@ -78,13 +78,13 @@ def _quantization(folder: Folder, config: Mapping[str, Any]) -> Quantization | N
     low = next((t for t in folder.tensors.values() if len(t.shape) >= 2 and t.dtype in _CODES), None)
     where, entry = _entry(folder, config)
     if entry is None:
-        return None if low is None else Quantization("undeclared", f"{low.name} ({low.dtype})")
+        return None if low is None else Quantization("undeclared", f"{folder.path}: {low.name} ({low.dtype})")
     method = str(entry.get("quant_method", entry.get("quant_algo", "")))
     size = entry.get("weight_block_size")
     block = None
     if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         block = (size[0], size[1])
-    return Quantization(method, where, entry, low is not None, block)
+    return Quantization(method, f"{folder.path / where}", entry, low is not None, block)
 
 
 def _entry(folder: Folder, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:

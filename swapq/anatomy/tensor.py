@@ -100,6 +100,11 @@ class ExpertsLayout:
     hub_down: str
 
     @property
+    def unreadable(self) -> str:
+        """Why no checkpoint of quantized experts is written, or empty."""
+        return "no engine reads per-expert tensors of a family with interleaved gate and up" if self.interleaved else ""
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         """Projections of one expert in checkpoint order."""
         return ("gate", "up", "down") if self.gated else ("up", "down")
@@ -168,6 +173,8 @@ class Anatomy:
         num_layers: decoder layers, next-token layers excluded.
         source: ``model`` or ``checkpoint``.
         quantization: set where the source holds low-precision weights or says so.
+        spelling: how names are spelled, live and on the Hub.
+        model_type: what the config says, also where no family of that name is known.
     """
 
     family: str
@@ -177,6 +184,7 @@ class Anatomy:
     source: Literal["model", "checkpoint"]
     quantization: Quantization | None = None
     spelling: Family | None = field(default=None, repr=False)
+    model_type: str = ""
 
     def hub_name(self, live_name: str) -> str:
         """Name on the Hub of a tensor that is no routed expert; the name itself where the two agree."""

@@ -8,15 +8,16 @@ from huggingface_hub import ModelCardData
 
 from swapq._version import __version__
 from swapq.checkpoint.described import Described, describe_folder
-from swapq.checkpoint.record import read_record
+from swapq.checkpoint.record import copied_files, read_record
 from swapq.checkpoint.verify import Verification, verify
 from swapq.checkpoint.writer import write_text
 from swapq.errors import CheckpointError
 from swapq.headers import Folder, read_folder
 from swapq.recipe import Recipe
 
-__all__ = ["check_base_model", "model_card", "write_card"]
+__all__ = ["check_base_model", "model_card", "replaced", "write_card"]
 
+_MADE_BY = "Made by swapq"
 _FORMATS = {
     "nvfp4": "NVFP4 (E2M1 codes, one E4M3 scale per 16, one FP32 scale per expert; gate and up share it)",
     "mxfp8": "MXFP8 (E4M3 codes, one E8M0 scale per 32)",
@@ -102,7 +103,7 @@ def _body(
 ) -> list[str]:
     totals = report.totals
     title = f"# {base_model or described.config.get('model_type', 'model')}, {' and '.join(f.upper() for f in formats) or 'BF16'}"
-    lines = [title, "", f"Made by swapq {__version__}.", "", "## What is quantized", ""]
+    lines = [title, "", f"{_MADE_BY} {__version__}.", "", "## What is quantized", ""]
     lines += [f"- {_FORMATS[f]}: {_count(described, f)}" for f in formats] or ["- nothing"]
     lines += ["- everything else, routers, embeddings and head included, is bit-identical to the source", *expanded, ""]
     if described.recipe is not None:
@@ -170,6 +171,17 @@ def _errors(report: Verification) -> list[str]:
 def _mtp(described: Described) -> str:
     layers = described.config.get("num_nextn_predict_layers") or described.config.get("mtp_num_hidden_layers")
     return f"{layers} next-token layer(s) are kept as they are." if layers else "The config names no next-token layers."
+
+
+def replaced(directory: "str | os.PathLike[str]") -> str:
+    """What a card that is written now replaces, in a sentence; empty where there is none, or one of swapq's own."""
+    path = Path(directory) / "README.md"
+    if not path.is_file() or _MADE_BY in path.read_text(encoding="utf-8", errors="replace"):
+        return ""
+    whose = (
+        "the source's, copied by the conversion" if path.name in copied_files(path.parent) else "not written by swapq"
+    )
+    return f"{path} was there before ({whose}) and is replaced by the card; the base model's own card stays with its source"
 
 
 def write_card(directory: "str | os.PathLike[str]", **options: Any) -> Path:

@@ -34,6 +34,7 @@ from swapq.checkpoint.stream import stream
 from swapq.checkpoint.writer import shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
+from swapq.kernels import cpu
 from swapq.plan import Plan, plan
 from swapq.recipe import Recipe
 
@@ -94,11 +95,11 @@ def convert_checkpoint(
         recipe: see :func:`swapq.convert`.
         layout: one of :func:`swapq.checkpoint.layouts.names`.
         workers: threads, 1 to 256; the bytes written do not depend on it.
-        overwrite: replace what an earlier conversion wrote to the destination. An unfinished run of this very conversion is gone on
-            with, unless ``resume`` is False.
+        overwrite: replace what an earlier conversion or export wrote to the destination, and nothing else. An unfinished run of this very
+            conversion is gone on with, unless ``resume`` is False.
         resume: go on where an interrupted run of the same conversion stopped.
         max_shard_size: bytes, or a string such as ``"5GB"``.
-        progress: show a bar with rate and time left on stderr.
+        progress: show a bar with rate and time left on stderr, and a note where numba is missing.
 
     Raises:
         RecipeError, AnatomyError, PlanError: see :func:`swapq.plan`; before anything is written. RecipeError also for a recipe that is
@@ -141,7 +142,7 @@ def _convert(
         record = read_json(dst / RECORD_NAME)
         return Conversion(job.plan, record["shards"], True, 0, (), 0)
     others = Others.of(src, job.source.files)
-    state = resumable(job, dst, overwrite=overwrite, resume=resume)
+    state = resumable(job, others, dst, overwrite=overwrite, resume=resume)
     check_space(job, others, dst, state.finished(dst) if state else set())
     config = _config(job)
 
@@ -203,6 +204,11 @@ def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str],
         state.shards[shard.file] = {"bytes": shard.nbytes, "sha256": sha256, "underflowed_blocks": underflowed}
         state.save()
 
+    if show and job.plan.quantized and not cpu.available():
+        Console(stderr=True, soft_wrap=True).print(
+            "note: numba is not installed, so quantizing takes five to fifty times as long; pip install 'swapq[convert]'",
+            markup=False,
+        )
     with _bar(job.source_bytes, skipped, show=show) as on_bytes:
         stream(job, dst, scratch, done, workers=workers, on_bytes=on_bytes, on_shard=on_shard)
 

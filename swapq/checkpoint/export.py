@@ -16,7 +16,7 @@ from swapq import formats
 from swapq.checkpoint import layouts
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.ranks import Ranks
-from swapq.checkpoint.record import RECORD_NAME, exported, read_record
+from swapq.checkpoint.record import RECORD_NAME, exported, is_ours, read_record
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
 from swapq.convert import plan_of
@@ -140,7 +140,9 @@ def _check_destination(folder: Path) -> None:
     """Refuse to replace what is no export: the source's weights, which may be mapped or the only copy, most of all."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name a directory to export to")
-    ours = folder.is_dir() and read_record(folder) is not None
+    if folder.is_dir():
+        read_record(folder)  # refuses what is none
+    ours = folder.is_dir() and is_ours(folder)
     if (folder / "hf_quant_config.json").exists() and not ours:
         raise CheckpointError(
             f"{folder}: hf_quant_config.json describes another checkpoint, and readers would believe it; choose another directory"

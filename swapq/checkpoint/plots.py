@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swapq.errors import CheckpointError, UnsupportedError
+from swapq.errors import CheckpointError, MissingPackageError
 
 __all__ = ["draw_errors"]
 
@@ -16,13 +16,13 @@ def draw_errors(tensors: Mapping[str, Mapping[str, Any]], path: "str | os.PathLi
 
     Raises:
         CheckpointError: no tensor has a measured error (verify without a source measures none).
-        UnsupportedError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
+        raise MissingPackageError(
             f"pictures need matplotlib, which cannot be imported ({error}); pip install 'swapq[report]'"
         ) from None
     points = _points(tensors)

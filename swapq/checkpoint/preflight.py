@@ -1,19 +1,26 @@
 """Every check of a conversion that can fail before its first byte: folders, space, permissions, an earlier run."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from swapq.checkpoint import layouts
 from swapq.checkpoint.job import Job
 from swapq.checkpoint.others import Others
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record, record_faults
-from swapq.errors import CheckpointError
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, is_ours, read_record, record_faults
+from swapq.checkpoint.units import units_of
+from swapq.errors import CheckpointError, SwapqError
+from swapq.headers import INDEX_NAME, read_folder
+from swapq.plan import Plan
 
-__all__ = ["check_folders", "check_space", "is_complete", "resumable"]
+__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable"]
 
 #: room for configs, the index and the file system's own needs
 _MARGIN = 64 << 20
+#: shards as swapq names them
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def check_folders(source: Path, destination: Path) -> None:
@@ -51,6 +58,20 @@ def check_folders(source: Path, destination: Path) -> None:
                 raise CheckpointError(
                     f"{path}: is the same file as one of the source's; the source is never modified, choose another folder"
                 )
+
+
+def refusal(the_plan: Plan, source: Path) -> str:
+    """Why a conversion to layout ``swapq`` would be refused although the plan was not, by headers and names alone; or empty, also where the
+    plan's own warnings say it."""
+    if any(layout.unreadable for layout in the_plan.anatomy.experts):
+        return ""
+    try:
+        folder = read_folder(source)
+        units_of(the_plan, folder, layouts.get("swapq"))
+        Others.of(source, folder.files)
+    except SwapqError as error:
+        return str(error)
+    return ""
 
 
 def check_space(job: Job, others: Others, destination: Path, done: set[str]) -> None:
@@ -105,26 +126,34 @@ def _recorded_mtime(record: dict[str, Any]) -> int:
     return mtime if type(mtime) is int else 0
 
 
-def resumable(job: Job, destination: Path, *, overwrite: bool, resume: bool) -> Progress | None:
+def resumable(job: Job, others: Others, destination: Path, *, overwrite: bool, resume: bool) -> Progress | None:
     """Progress of an interrupted run of the same conversion, None to start afresh.
 
     With ``overwrite``, an unfinished run of the same conversion is gone on with too, so that the same command finishes its own work;
-    whatever else is there is replaced.
+    whatever else swapq wrote there is replaced.
 
     Raises:
-        CheckpointError: the folder is not empty and holds no such run.
+        CheckpointError: the folder is not empty and holds no such run; with ``overwrite``, a file in the way that swapq did not write.
     """
     scratch = destination / SCRATCH_NAME
     if not destination.is_dir():
         return None
+    foreign = _foreign(others, destination)
     if overwrite:
+        if foreign:
+            more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+            raise CheckpointError(
+                f"{destination / foreign[0]}: was not written by swapq{more}, and only what an earlier conversion or export wrote is ever "
+                "replaced; choose another folder, or remove it first"
+            )
         return _own(job, destination) if resume else None
     progress = Progress.load(scratch, job.fingerprint)
     if progress is None:
         if {path.name for path in destination.iterdir()} <= {SCRATCH_NAME}:  # empty, or stopped before its first note
             return None
+        advice = "" if foreign else " or pass --overwrite"
         raise CheckpointError(
-            f"{destination}: is not empty and holds no unfinished conversion; choose another folder or pass --overwrite"
+            f"{destination}: is not empty and holds no unfinished conversion; choose another folder{advice}"
         )
     if not resume:
         raise CheckpointError(
@@ -135,6 +164,16 @@ def resumable(job: Job, destination: Path, *, overwrite: bool, resume: bool) -> 
             f"{destination}: the source was modified while it was converted; pass --overwrite to start again"
         )
     return progress
+
+
+def _foreign(others: Others, destination: Path) -> list[str]:
+    """Files that a conversion would remove or replace, and that no conversion or export wrote. In a folder of ours these are weights of
+    other names; tokenizers and cards that came later are replaced."""
+    shards = sorted(path.name for path in destination.glob("*.safetensors"))
+    if is_ours(destination):
+        return [name for name in shards if not _SHARD.fullmatch(name)]
+    fixed = ("config.json", INDEX_NAME, "hf_quant_config.json", RECORD_NAME)
+    return [name for name in (*fixed, *shards, *others.names) if os.path.lexists(destination / name)]
 
 
 def _own(job: Job, destination: Path) -> Progress | None:

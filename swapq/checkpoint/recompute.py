@@ -83,10 +83,8 @@ def _unit(
         header = folder.tensors.get(unit.source.name)
         if header is None:
             problems.append(f"{unit.source.name}: in the source and missing here")
-        elif (header.dtype, header.shape) != (unit.source.dtype, unit.source.shape) or not _same(
-            unit.source, header, theirs, files
-        ):
-            problems.append(f"{unit.source.name}: not quantized, and not bit-identical to the source")
+        elif fault := _unlike(unit.source, header, theirs, files):
+            problems.append(f"{unit.source.name}: not quantized, and {fault}")
         return
     if isinstance(unit, Expand):
         _check(unit.outputs[0].name, expanded(unit, theirs), folder, files, problems)
@@ -143,12 +141,39 @@ def _flat(t: Tensor) -> Tensor:
     return t.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _same(a: TensorHeader, b: TensorHeader, theirs: SourceFiles, ours: SourceFiles) -> bool:
-    left, right = (torch.empty(min(COPY_BUFFER, a.nbytes), dtype=torch.uint8, device="cpu") for _ in range(2))
-    for start in range(0, a.nbytes, COPY_BUFFER):
-        size = min(COPY_BUFFER, a.nbytes - start)
-        theirs.read_into(a.file, a.start + start, as_bytes(left[:size]), a.name)
-        ours.read_into(b.file, b.start + start, as_bytes(right[:size]), b.name)
-        if not torch.equal(left[:size], right[:size]):
+def _unlike(source: TensorHeader, stored: TensorHeader, theirs: SourceFiles, ours: SourceFiles) -> str:
+    """How a tensor that was to be copied differs from the source's, or empty."""
+    if stored.shape != source.shape:
+        return f"its shape is {list(stored.shape)}, the source's {list(source.shape)}"
+    same = _same(source, stored, theirs, ours)
+    if stored.dtype == source.dtype:
+        return "" if same else "not bit-identical to the source"
+    said = f"stored as {_name(stored.dtype)}, {_name(source.dtype)} in the source"
+    if not same:
+        return f"{said}; its values are others, too"
+    exact = torch.promote_types(source.dtype, stored.dtype) == stored.dtype
+    return f"{said}; only the dtype differs, the values are the source's" + ("" if exact else ", rounded")
+
+
+def _same(source: TensorHeader, stored: TensorHeader, theirs: SourceFiles, ours: SourceFiles) -> bool:
+    """Whether ``stored`` has the bytes of ``source``, cast to its dtype."""
+    if source.dtype != stored.dtype and not (source.dtype.is_floating_point and stored.dtype.is_floating_point):
+        return False
+    widths = source.dtype.itemsize, stored.dtype.itemsize
+    total = source.nbytes // widths[0]
+    count = min(COPY_BUFFER // max(widths), total)
+    left, right = (torch.empty(count * width, dtype=torch.uint8, device="cpu") for width in widths)
+    for start in range(0, total, max(count, 1)):
+        n = min(count, total - start)
+        a, b = left[: n * widths[0]], right[: n * widths[1]]
+        theirs.read_into(source.file, source.start + start * widths[0], as_bytes(a), source.name)
+        ours.read_into(stored.file, stored.start + start * widths[1], as_bytes(b), stored.name)
+        if source.dtype != stored.dtype:
+            a = a.view(source.dtype).to(stored.dtype).view(torch.uint8)
+        if not torch.equal(a, b):
             return False
     return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

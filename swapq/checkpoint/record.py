@@ -13,7 +13,7 @@ from swapq.checkpoint.job import CONVERSION_VERSION, Job
 from swapq.checkpoint.units import Expand
 from swapq.checkpoint.writer import write_json
 from swapq.errors import CheckpointError
-from swapq.headers import INDEX_NAME, read_json
+from swapq.headers import INDEX_NAME, SCRATCH_NAME, read_json
 from swapq.recipe import Recipe
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "completion",
     "copied_files",
     "exported",
+    "is_ours",
     "read_record",
     "record_faults",
     "sha256_of",
@@ -31,8 +32,6 @@ __all__ = [
 
 #: written last, in the destination
 RECORD_NAME = "swapq.json"
-#: folder inside the destination for what is not whole; removed at the end
-SCRATCH_NAME = ".swapq"
 #: in the scratch folder
 PROGRESS_NAME = "progress.json"
 _HASH_BUFFER = 1 << 22
@@ -115,6 +114,31 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not isinstance(record.get("fingerprint"), str) or not _is_shard_table(record.get("shards")):
         raise CheckpointError(f"{path}: is no completion record of swapq; remove it or choose another destination")
     return record
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the checkpoint in ``folder`` is swapq's: its scratch folder is there, the config says so, or the record does and config or
+    shards agree with it. Masters that were saved into an export are not, though its record is still there."""
+    if (folder / SCRATCH_NAME).is_dir():
+        return True
+    method = _method(folder)
+    try:
+        record = read_record(folder)
+    except CheckpointError:
+        record = None
+    if record is None or method == "swapq":
+        return method == "swapq"
+    sizes = ((folder / name, said.get("bytes")) for name, said in record["shards"].items())
+    return method in (None, record.get("layout")) or all(p.is_file() and p.stat().st_size == n for p, n in sizes)
+
+
+def _method(folder: Path) -> str | None:
+    """``quant_method`` of the config, empty where it has none; None where there is no readable config."""
+    try:
+        entry = read_json(folder / "config.json").get("quantization_config")
+    except CheckpointError:
+        return None
+    return str(entry.get("quant_method") or "") if isinstance(entry, dict) else ""
 
 
 def copied_files(folder: Path) -> list[str]:

@@ -52,8 +52,7 @@ def stacked_tensors(module: SwapqExperts) -> Iterator[tuple[str, Tensor]]:
 
 def refuse_interleaved(layout: ExpertsLayout) -> None:
     """Refuse a family whose experts no engine reads in checkpoint layout."""
-    if layout.interleaved:
+    if layout.unreadable:
         raise UnsupportedError(
-            f"{layout.prefix}: no engine reads per-expert tensors of a family with interleaved gate and up; train it and keep the "
-            "masters with save_pretrained, but do not export it"
+            f"{layout.prefix}: {layout.unreadable}; train it and keep the masters with save_pretrained, but do not export it"
         )

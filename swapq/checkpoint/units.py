@@ -225,10 +225,9 @@ def _quantized(
     if info.expert is None or experts is None:
         yield _alone(header, entry, folder, layout)
         return
-    if experts.interleaved:
+    if experts.unreadable:
         raise UnsupportedError(
-            f"{entry.name}: no engine reads per-expert tensors of a family with interleaved gate and up ({anatomy.family}); "
-            "convert it live with swapq.convert to train it"
+            f"{entry.name}: {experts.unreadable} ({anatomy.family}); convert it live with swapq.convert to train it"
         )
     if info.expert.fused:
         yield from _stacked(entry, header, experts, folder, layout)

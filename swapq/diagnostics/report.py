@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swapq.errors import SwapqError, UnsupportedError
+from swapq.errors import MissingPackageError, SwapqError
 
 __all__ = ["PANELS", "Panel", "draw_curves", "write_report"]
 
@@ -53,13 +53,13 @@ def draw_curves(history: Sequence[Row], path: str | os.PathLike[str], panels: Se
 
     Raises:
         SwapqError: no row has a value for any panel.
-        UnsupportedError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UnsupportedError(
+        raise MissingPackageError(
             f"reports need matplotlib, which cannot be imported ({error}); install it with: pip install 'swapq[report]'"
         ) from None
     drawn = [(panel, lines) for panel in panels if (lines := _values(history, panel))]

@@ -17,7 +17,7 @@ from swapq.formats import Parts
 from swapq.formats.nvfp4 import NVFP4, ONE_SIXTH
 from swapq.kernels.host import as_array
 
-__all__ = ["Empty", "bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights", "stored"]
+__all__ = ["Empty", "available", "bf16_amax", "compiled", "prepare", "quantize_matrix", "quantize_weights", "stored"]
 
 #: gives memory of a shape and dtype on the CPU, uninitialized
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -29,10 +29,15 @@ _COMPILED = ("nvfp4", "mxfp8", "fp8_block", "int4", "int4_g32")
 _SCALES = {"fp8_block": torch.float32, "int4": torch.uint16, "int4_g32": torch.uint16}
 
 
+def available() -> bool:
+    """Whether the compiled loops can be loaded: numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
 @cache
 def compiled() -> ModuleType | None:
     """The compiled loops, or None where numba is not installed."""
-    if importlib.util.find_spec("numba") is None:
+    if not available():
         return None
     from swapq.kernels import compiled as loops
 

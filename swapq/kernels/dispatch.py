@@ -160,9 +160,13 @@ def _columns(x: Tensor) -> Parts:
 def choices() -> list[Choice]:
     """The table for this machine."""
     exact = "float64 sums in tiles of fixed height: exact, batch-invariant"
+    loops = cpu.available()
     here = [
         Choice(
-            "quantize rows and weights", "cpu", "torch reference; compiled loops for large weights", "the same bytes"
+            "quantize rows and weights",
+            "cpu",
+            f"torch reference{'; compiled loops for large weights' if loops else ''}",
+            "the same bytes" if loops else "numba is not installed, so there are no compiled loops for large weights",
         ),
         Choice("grouped GEMM, forward and backward", "cpu", "torch reference", exact),
         Choice("linear", "cpu", "torch reference", exact),
