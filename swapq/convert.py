@@ -22,6 +22,7 @@ from swapq.nn.storage import QuantizedStorage
 from swapq.plan import Plan, plan
 from swapq.qtensor import require_finite
 from swapq.recipe import Recipe
+from swapq.saving_rules import drop_quantizer
 
 __all__ = ["convert", "frozen_weights", "is_converted", "plan_of", "recipe_of", "swapped_modules"]
 
@@ -61,6 +62,7 @@ def convert(
         )
     the_plan = plan(model, Recipe.resolve(recipe, **overrides))
     apply_plan(model, the_plan, trainable=trainable)
+    drop_quantizer(model)
     if trainable:
         _forget_old_quantization(model)
     return model

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from swapq.checkpoint.tensors import checkpoint_tensors
 from swapq.convert import is_converted
 from swapq.digest import Digests
 from swapq.errors import UnsupportedError
 from swapq.formats import is_scale
+from swapq.saving_rules import as_saved
 from swapq_trl.adapters import Merge, is_adapted, merged
 
 __all__ = ["NamedTensors", "Sending", "as_packed", "as_sent", "plain_model", "sent_tensors", "with_digests"]
@@ -59,7 +59,7 @@ def sent_tensors(
                 "be computed; use FSDP2 (`fsdp_version: 2` in the Accelerate configuration) or DDP"
             )
         parameters = {name: _fresh(name, parameter, dtype, ()) for name, parameter in flattened()}
-        yield from revert_weight_conversion(plain_model(model), parameters).items()
+        yield from as_saved(plain_model(model), parameters).items()
         return
     with merged(model, merge) as plain:
         yield from as_sent(plain, checkpoint_tensors(plain, stacked=stacked), dtype, fresh=fresh)

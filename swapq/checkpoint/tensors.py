@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key
 
 from swapq import formats
 from swapq.checkpoint.layouts.swapq import describe
@@ -29,6 +29,7 @@ from swapq.nn.gather import whole
 from swapq.nn.linear import SwapqLinear
 from swapq.nn.storage import QuantizedStorage, part_names
 from swapq.qtensor import finite_flags, is_finite, require_finite
+from swapq.saving_rules import as_saved
 
 __all__ = ["base_model", "checkpoint_tensors", "named_tensors", "quantization_config", "quantized_names"]
 
@@ -241,7 +242,13 @@ def _under_hub_names(root: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
     known = _renamed.get(root)
     if known is not None and known[0] == live_names:
         return {hub: state[live] for hub, live in known[1].items()}
-    found = revert_weight_conversion(root, state)
+    found = as_saved(root, state)
+    live = {tensor.dtype for tensor in state.values()}
+    if other := [f"{name} ({tensor.dtype})" for name, tensor in found.items() if tensor.dtype not in live]:
+        raise UnsupportedError(
+            f"{other[0]}: {type(root).__name__} saves {len(other)} tensors in a dtype that no live tensor has, so with "
+            "other values; load the model unquantized"
+        )
     names = {id(tensor): live for live, tensor in state.items()}
     if len(names) == len(state) and all(id(tensor) in names for tensor in found.values()):
         _renamed[root] = live_names, {hub: names[id(tensor)] for hub, tensor in found.items()}
