@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
-from transformers.core_model_loading import Interleave, WeightConverter
+from transformers.core_model_loading import ConversionOps, Interleave, WeightConverter
 
 import swapq
 from swapq.checkpoint import restore
@@ -83,6 +83,77 @@ def test_experts_stored_fused_are_loaded_too(tmp_path: Path) -> None:
     model = other()
     swapq.load_checkpoint(model, tmp_path)
     assert equal(values(model), values(saved))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_start_model_from_a_folder_of_fused_experts_is_restored_like_a_new_one(tmp_path: Path, family: str) -> None:
+    start = other(family)
+    start.save_pretrained(tmp_path / "start")  # the config, and the tensors under the model's own names
+    save_file(start.state_dict(), tmp_path / "start" / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")  # it remembers no rule, since none was needed
+    remembered = model._weight_conversions
+    saved = FAMILIES[family]()
+    saved.save_pretrained(tmp_path / "saved")
+    swapq.load_checkpoint(model, tmp_path / "saved")
+    assert equal(values(model), values(saved))
+    assert model._weight_conversions is remembered
+    model.save_pretrained(tmp_path / "fused")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    swapq.load_checkpoint(again, tmp_path / "fused")
+    assert equal(values(again), values(saved))
+
+
+class OneWay(ConversionOps):
+    """As the operation that opens an FP8 folder: it has no way back."""
+
+    def convert(self, *arguments: Any, **keywords: Any) -> Any:
+        raise ValueError("Undefined Operation encountered!")
+
+    reverse_op = property(lambda self: self)
+
+
+def test_a_start_model_whose_rules_have_no_way_back_is_restored_by_those_of_its_class(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    saved.save_pretrained(tmp_path)
+    model._weight_conversions = [WeightConverter("experts.up", "experts.gate_up_proj", operations=[OneWay()])]
+    with pytest.raises(ValueError, match="Undefined Operation"):
+        model.save_pretrained(tmp_path / "never")
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+
+
+def fuse_layer_1(saved: PreTrainedModel) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.mlp.experts.")]:
+            del tensors[name]
+        tensors.update({n: t for n, t in saved.state_dict().items() if n.startswith("model.layers.1.mlp.experts.")})
+
+    return change
+
+
+def test_one_layer_may_be_fused_and_another_not(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    saved.save_pretrained(tmp_path)
+    edit(tmp_path, fuse_layer_1(saved))
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+    edit(tmp_path, drop_fused)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.experts\.down_proj\."):
+        swapq.load_checkpoint(model, tmp_path)
+
+
+def drop_fused(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+
+
+def test_a_parameter_stored_fused_and_one_by_one_is_refused(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    before = values(model)
+    saved.save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update(saved.state_dict()))
+    with pytest.raises(CheckpointError, match=r"unexpected: .*experts\."):
+        swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), before)
 
 
 def test_a_model_in_wrappers_is_the_model_inside(tmp_path: Path) -> None:
@@ -190,9 +261,9 @@ def test_a_tensor_that_was_not_restored_is_named(tmp_path: Path, monkeypatch: py
     qwen3_moe().save_pretrained(tmp_path)
     honest = restore._held
 
-    def elsewhere(*arguments: Any) -> dict[str, Tensor]:
+    def elsewhere(*arguments: Any) -> Any:
         held = honest(*arguments)
-        return held | {EXPERT: held[EXPERT].clone()}
+        return held | {EXPERT: held[EXPERT]._replace(memory=held[EXPERT].memory.clone())}
 
     monkeypatch.setattr(restore, "_held", elsewhere)
     with pytest.raises(CheckpointError, match=rf"does not hold the checkpoint's value of {EXPERT};"):
