@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint.restore import load_checkpoint
+from swapq.errors import CheckpointError
 from swapq.headers import INDEX_NAME, SINGLE_NAME, read_json
 from swapq_trl.adapters import is_adapted
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 _Base: Any = object  # in use: the trainer that follows in the method resolution order
 #: whole models; the last two are pickles, which are refused by name
 _WHOLE = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+#: adapters that PEFT saved
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 class Resuming(_Base):
@@ -35,11 +38,28 @@ class Resuming(_Base):
     def _load_best_model(self) -> None:
         self._last_loaded_step = -1
         best = self.state.best_model_checkpoint
+        self._require_best(best)
         if not self._loads_whole(best):
             super()._load_best_model()
             return
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         load_checkpoint(self.model, best)
+
+    def _require_best(self, folder: str) -> None:
+        """Transformers only warns when the best model is not there, and the run ends with the last one in its place."""
+        path = Path(folder)
+        sharded = (
+            self.is_fsdp_enabled or self.is_deepspeed_enabled
+        )  # which have files of their own, and say what they miss
+        names = _ADAPTERS if is_adapted(self.model) else _WHOLE
+        if path.is_dir() and (sharded or any((path / name).is_file() for name in names)):
+            return
+        what = f"holds none of {', '.join(names)}" if path.is_dir() else "is no longer there"
+        raise CheckpointError(
+            f"the best model (step {self.state.best_global_step}, {self.args.metric_for_best_model} {self.state.best_metric}) cannot be "
+            f"loaded at the end: {folder} {what}. The trainer holds the last model, not the best; keep the folder of the best checkpoint, "
+            "and where several nodes train, on each of them (save_on_each_node)"
+        )
 
     def _loads_whole(self, folder: str) -> bool:
         """Whether `folder` holds a whole model for a model that is neither sharded nor adapted."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,22 +160,45 @@ def test_what_is_no_checkpoint_is_refused_as_transformers_does(tmp_path: Path) -
         built(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_the_best_model_is_loaded_whole_at_the_end(tmp_path: Path) -> None:
+def judged(folder: Path, spoil: Callable[[], Any] = lambda: None, **keywords: Any) -> Any:
+    """A trainer whose best step is the second; `spoil` is called after the last evaluation."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     options |= {"metric_for_best_model": "reward", "greater_is_better": True, "per_device_eval_batch_size": 8}
-    done = built(tmp_path, eval_dataset=[{"prompt": "1+2="}] * 8, save_total_limit=4, **options)
+    done = built(folder, eval_dataset=[{"prompt": "1+2="}] * 8, save_total_limit=4, **options, **keywords)
     rewards = iter([1.0, 9.0, 2.0, 3.0])
     evaluate = done.evaluate
 
-    def judged(*arguments: Any, **keywords: Any) -> Any:
-        return evaluate(*arguments, **keywords) | {"eval_reward": next(rewards)}
+    def judge(*arguments: Any, **keywords: Any) -> Any:
+        found = evaluate(*arguments, **keywords) | {"eval_reward": next(rewards)}
+        if done.state.global_step == 4:
+            spoil()
+        return found
 
-    done.evaluate = judged
+    done.evaluate = judge
+    return done
+
+
+def test_the_best_model_is_loaded_whole_at_the_end(tmp_path: Path) -> None:
+    done = judged(tmp_path)
     done.train()
     assert done.state.best_model_checkpoint.endswith("checkpoint-2")
     best, last = (Qwen3MoeForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (2, 4))
     assert same(weights(done.model), weights(best))
     assert not torch.equal(last.model.layers[1].mlp.experts.down_proj, best.model.layers[1].mlp.experts.down_proj)
+
+
+LORA = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])}
+
+
+@pytest.mark.parametrize("keywords", [{}, LORA], ids=["whole", "adapters"])
+def test_a_best_model_that_is_gone_is_an_error(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    best = tmp_path / "checkpoint-2"
+    done = judged(tmp_path, lambda: shutil.rmtree(best), **keywords)
+    with pytest.raises(CheckpointError, match=r"best model \(step 2, .*9\.0\).*checkpoint-2 is no longer there"):
+        done.train()
+    best.mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds none of (adapter_)?model\.safetensors"):
+        done._load_best_model()
 
 
 def test_adapters_are_resumed_as_transformers_does(tmp_path: Path) -> None:
