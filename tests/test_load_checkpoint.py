@@ -1,14 +1,17 @@
 """``swapq.load_checkpoint``: a saved model comes back tensor by tensor, fused experts included, or is refused by name."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 from transformers.core_model_loading import ConversionOps, Interleave, WeightConverter
 
@@ -247,6 +250,119 @@ def test_models_without_masters_of_their_own_are_refused(tmp_path: Path) -> None
     adapted = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="PEFT adapters"):
         swapq.load_checkpoint(adapted, tmp_path)
+
+
+def test_adapters_that_transformers_added_are_refused(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    model = other()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match=r"carries PEFT adapters \(model\.layers\.0\.self_attn\.q_proj is"):
+        swapq.load_checkpoint(model, tmp_path)
+
+
+def on_cpu(model: PreTrainedModel, folder: Path) -> nn.Module:
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def on_disk(model: PreTrainedModel, folder: Path) -> nn.Module:
+    return accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def one_layer(model: PreTrainedModel, folder: Path) -> nn.Module:
+    accelerate.cpu_offload(model.model.layers[1], execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("offload", [on_cpu, on_disk, one_layer])
+def test_an_offloaded_model_is_refused_before_the_checkpoint_is_looked_at(
+    tmp_path: Path, offload: Callable[[PreTrainedModel, Path], nn.Module]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r": offloaded by Accelerate.*before the model is offloaded"):
+        swapq.load_checkpoint(offload(other(), tmp_path), tmp_path / "nowhere")
+
+
+def test_a_model_on_meta_is_refused_before_the_checkpoint_is_looked_at(tmp_path: Path) -> None:
+    config = qwen3_moe().config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight.*: built without memory \(device meta\)"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+class WithState(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"step": 1}, None, torch.ones(2)], ids=["object", "none", "tensor"])
+def test_state_that_is_no_parameter_is_refused_by_name(tmp_path: Path, state: Any) -> None:
+    model = other()
+    model.model.counter = WithState(state)
+    with pytest.raises(UnsupportedError, match=r"^model\.counter\._extra_state: in the model's state and no parameter"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [torch.ones(1, 64).expand(64, 64), torch.ones(64, 1).expand(64, 64), torch.ones(127).as_strided((64, 64), (1, 1))],
+    ids=["rows", "columns", "windows"],
+)
+def test_values_that_share_a_place_in_memory_are_refused_by_name(tmp_path: Path, shared: Tensor) -> None:
+    model = other()
+    model.lm_head.weight = nn.Parameter(shared)
+    with pytest.raises(UnsupportedError, match=r"^lm_head\.weight: several values share one place"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: Exception) -> None:
+    """Reading the tensor with this number, counted from 0, fails."""
+    honest, count = restore.safe_open, itertools.count()
+
+    class Failing:
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            self.file = honest(*arguments, **keywords)
+
+        def __enter__(self) -> "Failing":
+            return self
+
+        def __exit__(self, *arguments: Any) -> None:
+            pass
+
+        def get_tensor(self, name: str) -> Tensor:
+            if next(count) == at:
+                raise error
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(restore, "safe_open", Failing)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SafetensorError("bad"), MemoryError("no more")])
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (0, "nothing was loaded, the model is as it was$"),
+        (30, r"half loaded: 30 of 69 tensors, the last \S+\. Do not train on: build the model again"),
+        (69, r"every tensor was written, but they could not all be compared with the checkpoint\. Do not train on"),
+    ],
+    ids=["first", "middle", "comparison"],
+)
+def test_a_read_error_says_what_became_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, said: str, error: Exception
+) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    model = other()
+    before = values(model)
+    failing(monkeypatch, at, error)
+    with pytest.raises(CheckpointError, match=rf"reading stopped \({type(error).__name__}: .*\); .*{said}"):
+        swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), before) == (at == 0)
 
 
 def test_a_family_that_stores_values_in_another_order_is_refused_by_name(tmp_path: Path) -> None:

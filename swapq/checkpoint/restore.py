@@ -43,8 +43,10 @@ def load_checkpoint(model: nn.Module, directory: "str | os.PathLike[str]") -> No
 
     Raises:
         CheckpointError: the folder is damaged; a tensor is missing, unexpected, of another shape, or of a dtype whose values the model's
-            would round (all found before anything is changed); or one does not have the checkpoint's value afterwards.
-        UnsupportedError: a sharded model, one that holds codes, PEFT adapters, or a family whose tensors are stored in another order.
+            would round (all found before anything is changed); reading stopped in the middle; or a tensor does not have the checkpoint's
+            value afterwards.
+        UnsupportedError: a sharded or offloaded model, one on the device meta, one that holds codes, PEFT adapters or state that is no
+            parameter, or a family whose tensors are stored in another order.
     """
     root = base_model(model)
     if any(module.stored for module in swapped_modules(root)):
@@ -52,17 +54,38 @@ def load_checkpoint(model: nn.Module, directory: "str | os.PathLike[str]") -> No
             "the model holds codes and no masters (`trainable=False`), so no checkpoint can be loaded into it; open the checkpoint with "
             "from_pretrained and convert it"
         )
+    _require_writable(root)
     folder = read_folder(directory)
     held = _held(root, folder)
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        files = {file: stack.enter_context(safe_open(folder.path / file, framework="pt")) for file in folder.files}
+    written: list[str] = []
+    try:
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            files = {file: stack.enter_context(safe_open(folder.path / file, framework="pt")) for file in folder.files}
 
-        def stored(name: str) -> Tensor:
-            return files[folder.tensors[name].file].get_tensor(name)
+            def stored(name: str) -> Tensor:
+                return files[folder.tensors[name].file].get_tensor(name)
 
-        for name in folder.tensors:
-            held[name].memory.copy_(stored(name))
-        _require_restored(root, folder, held, stored)
+            for name in folder.tensors:
+                tensor = stored(name)
+                written.append(name)
+                held[name].memory.copy_(tensor)
+            _require_restored(root, folder, held, stored)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever it is, the model is not what it was
+        raise CheckpointError(_stopped(folder, written, error)) from error
+
+
+def _stopped(folder: Folder, written: list[str], error: Exception) -> str:
+    """What is said of an error between the first file and the last comparison."""
+    said = f"{folder.path}: reading stopped ({type(error).__name__}: {error})"
+    if not written:
+        return f"{said}; nothing was loaded, the model is as it was"
+    if len(written) < len(folder.tensors):
+        state = f"the model is half loaded: {len(written)} of {len(folder.tensors)} tensors, the last {written[-1]}"
+    else:
+        state = "every tensor was written, but they could not all be compared with the checkpoint"
+    return f"{said}; {state}. Do not train on: build the model again"
 
 
 class _Rules(enum.Enum):
@@ -86,7 +109,6 @@ def _held(root: nn.Module, folder: Folder) -> dict[str, _Held]:
     Each parameter follows the first rules by which the checkpoint holds all of it; the rules that know more of the names come first.
     """
     live: dict[str, Tensor] = root.state_dict()
-    _require_writable(live)
     stored = folder.tensors
     readings: dict[_Rules, dict[str, Tensor]] = {}
     for rules in _known_rules(root):
@@ -126,11 +148,50 @@ def _held(root: nn.Module, folder: Folder) -> dict[str, _Held]:
     return held
 
 
-def _require_writable(live: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose tensors are not all here, before anything is read."""
+def _require_writable(root: nn.Module) -> None:
+    """Refuse a model whose tensors cannot be written in place, before anything is read."""
+    adapter = next((f"{n} is PEFT's {type(m).__name__}" for n, m in root.named_modules() if _is_peft(m)), None)
+    if adapter:
+        raise UnsupportedError(
+            f"the model carries PEFT adapters ({adapter}); load the checkpoint before they are added"
+        )
+    live: dict[str, Any] = root.state_dict()
     sharded = [name for name, tensor in live.items() if isinstance(tensor, DTensor)]
     if sharded:
         raise UnsupportedError(f"{sharded[0]} is sharded; load the checkpoint before the model is sharded")
+    absent = [name for name, tensor in live.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if absent:
+        offloaded = any(hasattr(module, "_hf_hook") for module in root.modules())
+        why = "offloaded by Accelerate" if offloaded else "built without memory (device meta)"
+        todo = (
+            "load the checkpoint before the model is offloaded"
+            if offloaded
+            else "build it on a device, or use from_pretrained"
+        )
+        raise UnsupportedError(f"{_some(absent)}: {why}, so there is nothing to write to; {todo}")
+    owned = {_storage(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    foreign = [name for name, t in live.items() if not isinstance(t, Tensor) or _storage(t) not in owned]
+    if foreign:
+        raise UnsupportedError(
+            f"{_some(foreign)}: in the model's state and no parameter or buffer of it (get_extra_state, or a hook of state_dict), so it "
+            "cannot be written in place; use load_state_dict"
+        )
+    shared = [name for name, tensor in live.items() if _overlaps(tensor)]
+    if shared:
+        raise UnsupportedError(
+            f"{_some(shared)}: several values share one place in memory (an expanded tensor), so they cannot be written one by one; give "
+            "the parameter memory of its own (contiguous)"
+        )
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    return tensor.numel() > 0 and (span < tensor.numel() or any(stride == 0 for _, stride in sizes))
 
 
 def _by_storage(tensors: Mapping[str, Tensor]) -> dict[Any, dict[str, Tensor]]:
