@@ -1,6 +1,7 @@
 """``swapq.load_checkpoint``: a saved model comes back tensor by tensor, fused experts included, or is refused by name."""
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,63 @@ def test_models_without_masters_of_their_own_are_refused(tmp_path: Path) -> None
     adapted = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="PEFT adapters"):
         swapq.load_checkpoint(adapted, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ["adapter_config.json", "adapter_model.safetensors", "optimizer.pt"],
+            r"holds adapters \(adapter_model\.safetensors\)",
+        ),
+        (
+            ["adapter_config.json", "adapter_model.bin"],
+            r"holds adapters \(adapter_model\.bin\) and no whole model; load them with PEFT",
+        ),
+        (["judge/adapter_config.json"], r"holds adapters \(judge/adapter_config\.json\)"),
+        (
+            ["optimizer.pt", "trainer_state.json"],
+            r"states of a Trainer \(trainer_state\.json, optimizer\.pt\) and not its model",
+        ),
+        (["optimizer.pt", "pytorch_model_fsdp_0/x"], r"shards of FSDP or DeepSpeed \(pytorch_model_fsdp_0\)"),
+        (["trainer_state.json", "global_step2/x"], r"shards of FSDP or DeepSpeed \(global_step2\)"),
+        (
+            ["checkpoint-2/trainer_state.json", "checkpoint-2/model.safetensors"],
+            r"holds checkpoints \(checkpoint-2\) and is none",
+        ),
+        (["optimizer.pt", "pytorch_model.bin"], "pickles are not read"),
+        (["weights.pt"], r"holds weights\.pt and no safetensors; pickles are not read"),
+    ],
+)
+def test_a_folder_without_a_whole_model_says_what_it_holds(tmp_path: Path, names: list[str], said: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"x": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert ("pickles" in str(refused.value)) == ("pickles" in said)
+
+
+@pytest.mark.parametrize("left", [5, 500, 100_000])
+def test_a_cut_file_of_a_run_is_not_to_be_downloaded(tmp_path: Path, left: int) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", left)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*; download it again$"):
+        swapq.load_checkpoint(other(), tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*resume from an earlier checkpoint") as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert "download" not in str(refused.value)
+
+
+def test_a_shard_that_a_run_did_not_write_is_not_to_be_downloaded(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path, max_shard_size="50KB")
+    (tmp_path / "optimizer.pt").touch()
+    max(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"the index names .*resume from an earlier checkpoint") as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert "download" not in str(refused.value)
+    assert str(refused.value).count(str(tmp_path)) == 1
 
 
 def test_adapters_that_transformers_added_are_refused(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint.restore import load_checkpoint
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, SINGLE_NAME, read_json
-from swapq_trl.adapters import is_adapted
+from swapq_trl.adapters import has_added_adapters, is_adapted
 
 __all__ = ["Resuming"]
 
@@ -29,6 +29,7 @@ class Resuming(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._last_loaded_step = -1  # whatever the engine holds, it is not this
+        self._refuse_added()
         if not self._loads_whole(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
@@ -38,12 +39,21 @@ class Resuming(_Base):
     def _load_best_model(self) -> None:
         self._last_loaded_step = -1
         best = self.state.best_model_checkpoint
+        self._refuse_added()
         self._require_best(best)
         if not self._loads_whole(best):
             super()._load_best_model()
             return
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         load_checkpoint(self.model, best)
+
+    def _refuse_added(self) -> None:
+        """Checkpoints of a model with transformers' own adapters hold these alone, and its Trainer cannot load them."""
+        if has_added_adapters(self.model):
+            raise UnsupportedError(
+                "the model carries adapters that `add_adapter` put into it, whose checkpoints the Trainer cannot load back; give the "
+                "trainer `peft_config` and a model without adapters"
+            )
 
     def _require_best(self, folder: str) -> None:
         """Transformers only warns when the best model is not there, and the run ends with the last one in its place."""

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from swapq.checkpoint.saved import read_saved
 from swapq.checkpoint.tensors import base_model
 from swapq.convert import swapped_modules
 from swapq.errors import CheckpointError, UnsupportedError
-from swapq.headers import Folder, read_folder
+from swapq.headers import Folder
 
 __all__ = ["load_checkpoint"]
 
@@ -55,7 +56,7 @@ def load_checkpoint(model: nn.Module, directory: "str | os.PathLike[str]") -> No
             "from_pretrained and convert it"
         )
     _require_writable(root)
-    folder = read_folder(directory)
+    folder = read_saved(directory)
     held = _held(root, folder)
     written: list[str] = []
     try:

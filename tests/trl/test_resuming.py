@@ -1,6 +1,7 @@
 """A resumed trainer goes on from the checkpoint, whole: the run that was interrupted and the one that was not end with the same bits."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM, TrainerCallback
 
 import swapq
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 from tests.trl.jobs import tiny, trainer
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -25,6 +26,8 @@ KINDS = [("GRPO", "nvfp4-rl"), ("RLOO", "mxfp8-rl"), ("GRPO", None)]
 def built(folder: Path, kind: str = "GRPO", recipe: str | None = "nvfp4-rl", *, seed: int = 0, **options: Any) -> Any:
     """A trainer without an engine that saves at step 2; `seed`: of its start model."""
     model = tiny(seed=seed)
+    if options.pop("added", False):
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
     if options.pop("half", False):
         model = model.to(torch.bfloat16)
     if recipe is not None:
@@ -212,3 +215,24 @@ def test_adapters_are_resumed_as_transformers_does(tmp_path: Path) -> None:
     resumed = built(tmp_path / "b", peft_config=config)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert same(weights(resumed.model), weights(done.model))
+
+
+def test_adapters_that_transformers_added_are_refused_by_name(tmp_path: Path) -> None:
+    done = built(tmp_path, recipe=None, added=True)
+    done.train()
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    resumed = built(tmp_path, recipe=None, added=True)
+    with pytest.raises(UnsupportedError, match=r"adapters that `add_adapter` put into it.*`peft_config`"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.state.best_model_checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.raises(UnsupportedError, match="adapters that `add_adapter` put into it"):
+        resumed._load_best_model()
+
+
+def test_a_checkpoint_that_was_not_written_whole_is_not_to_be_downloaded(tmp_path: Path) -> None:
+    done = built(tmp_path, recipe=None, steps=2)
+    done.train()
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cut short.*resume from an earlier checkpoint"):
+        built(tmp_path, recipe=None).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
