@@ -72,12 +72,12 @@ class Resuming(_Base):
         )
 
     def _loads_whole(self, folder: str) -> bool:
-        """Whether `folder` holds a whole model for a model that is neither sharded nor adapted."""
+        """Whether `folder` is to hold a whole model, for a model that is neither sharded nor adapted; what it lacks is said by name."""
         if is_adapted(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return False
         if any(Path(folder).glob("pytorch_model_fsdp*")):
             return False  # transformers says that FSDP must read it
-        return any((Path(folder) / name).is_file() for name in _WHOLE)
+        return any((Path(folder) / name).is_file() for name in (*_WHOLE, *_ADAPTERS, "trainer_state.json"))
 
     @staticmethod
     def _warn_of_other_version(folder: Path) -> None:

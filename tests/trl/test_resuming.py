@@ -217,6 +217,19 @@ def test_adapters_are_resumed_as_transformers_does(tmp_path: Path) -> None:
     assert same(weights(resumed.model), weights(done.model))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter_model.safetensors", r"holds adapters \(adapter_model\.safetensors\) and no whole model"),
+        ("trainer_state.json", r"holds the states of a Trainer \(trainer_state\.json\) and not its model"),
+    ],
+)
+def test_a_checkpoint_without_a_whole_model_says_what_it_holds(tmp_path: Path, name: str, said: str) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=said):
+        built(tmp_path, recipe=None)._load_from_checkpoint(str(tmp_path))
+
+
 def test_adapters_that_transformers_added_are_refused_by_name(tmp_path: Path) -> None:
     done = built(tmp_path, recipe=None, added=True)
     done.train()
