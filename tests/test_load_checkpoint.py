@@ -1,16 +1,20 @@
 """``swapq.load_checkpoint``: a saved model comes back tensor by tensor, fused experts included, or is refused by name."""
 
+import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
-from transformers.core_model_loading import Interleave, WeightConverter
+from transformers.core_model_loading import ConversionOps, Interleave, WeightConverter
 
 import swapq
 from swapq.checkpoint import restore
@@ -83,6 +87,77 @@ def test_experts_stored_fused_are_loaded_too(tmp_path: Path) -> None:
     model = other()
     swapq.load_checkpoint(model, tmp_path)
     assert equal(values(model), values(saved))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_start_model_from_a_folder_of_fused_experts_is_restored_like_a_new_one(tmp_path: Path, family: str) -> None:
+    start = other(family)
+    start.save_pretrained(tmp_path / "start")  # the config, and the tensors under the model's own names
+    save_file(start.state_dict(), tmp_path / "start" / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")  # it remembers no rule, since none was needed
+    remembered = model._weight_conversions
+    saved = FAMILIES[family]()
+    saved.save_pretrained(tmp_path / "saved")
+    swapq.load_checkpoint(model, tmp_path / "saved")
+    assert equal(values(model), values(saved))
+    assert model._weight_conversions is remembered
+    model.save_pretrained(tmp_path / "fused")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    swapq.load_checkpoint(again, tmp_path / "fused")
+    assert equal(values(again), values(saved))
+
+
+class OneWay(ConversionOps):
+    """As the operation that opens an FP8 folder: it has no way back."""
+
+    def convert(self, *arguments: Any, **keywords: Any) -> Any:
+        raise ValueError("Undefined Operation encountered!")
+
+    reverse_op = property(lambda self: self)
+
+
+def test_a_start_model_whose_rules_have_no_way_back_is_restored_by_those_of_its_class(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    saved.save_pretrained(tmp_path)
+    model._weight_conversions = [WeightConverter("experts.up", "experts.gate_up_proj", operations=[OneWay()])]
+    with pytest.raises(ValueError, match="Undefined Operation"):
+        model.save_pretrained(tmp_path / "never")
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+
+
+def fuse_layer_1(saved: PreTrainedModel) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.mlp.experts.")]:
+            del tensors[name]
+        tensors.update({n: t for n, t in saved.state_dict().items() if n.startswith("model.layers.1.mlp.experts.")})
+
+    return change
+
+
+def test_one_layer_may_be_fused_and_another_not(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    saved.save_pretrained(tmp_path)
+    edit(tmp_path, fuse_layer_1(saved))
+    swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), values(saved))
+    edit(tmp_path, drop_fused)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.experts\.down_proj\."):
+        swapq.load_checkpoint(model, tmp_path)
+
+
+def drop_fused(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+
+
+def test_a_parameter_stored_fused_and_one_by_one_is_refused(tmp_path: Path) -> None:
+    saved, model = qwen3_moe(), other()
+    before = values(model)
+    saved.save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update(saved.state_dict()))
+    with pytest.raises(CheckpointError, match=r"unexpected: .*experts\."):
+        swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), before)
 
 
 def test_a_model_in_wrappers_is_the_model_inside(tmp_path: Path) -> None:
@@ -178,6 +253,176 @@ def test_models_without_masters_of_their_own_are_refused(tmp_path: Path) -> None
         swapq.load_checkpoint(adapted, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ["adapter_config.json", "adapter_model.safetensors", "optimizer.pt"],
+            r"holds adapters \(adapter_model\.safetensors\)",
+        ),
+        (
+            ["adapter_config.json", "adapter_model.bin"],
+            r"holds adapters \(adapter_model\.bin\) and no whole model; load them with PEFT",
+        ),
+        (["judge/adapter_config.json"], r"holds adapters \(judge/adapter_config\.json\)"),
+        (
+            ["optimizer.pt", "trainer_state.json"],
+            r"states of a Trainer \(trainer_state\.json, optimizer\.pt\) and not its model",
+        ),
+        (["optimizer.pt", "pytorch_model_fsdp_0/x"], r"shards of FSDP or DeepSpeed \(pytorch_model_fsdp_0\)"),
+        (["trainer_state.json", "global_step2/x"], r"shards of FSDP or DeepSpeed \(global_step2\)"),
+        (
+            ["checkpoint-2/trainer_state.json", "checkpoint-2/model.safetensors"],
+            r"holds checkpoints \(checkpoint-2\) and is none",
+        ),
+        (["optimizer.pt", "pytorch_model.bin"], "pickles are not read"),
+        (["weights.pt"], r"holds weights\.pt and no safetensors; pickles are not read"),
+    ],
+)
+def test_a_folder_without_a_whole_model_says_what_it_holds(tmp_path: Path, names: list[str], said: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"x": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert ("pickles" in str(refused.value)) == ("pickles" in said)
+
+
+@pytest.mark.parametrize("left", [5, 500, 100_000])
+def test_a_cut_file_of_a_run_is_not_to_be_downloaded(tmp_path: Path, left: int) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", left)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*; download it again$"):
+        swapq.load_checkpoint(other(), tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*resume from an earlier checkpoint") as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert "download" not in str(refused.value)
+
+
+def test_a_shard_that_a_run_did_not_write_is_not_to_be_downloaded(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path, max_shard_size="50KB")
+    (tmp_path / "optimizer.pt").touch()
+    max(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"the index names .*resume from an earlier checkpoint") as refused:
+        swapq.load_checkpoint(other(), tmp_path)
+    assert "download" not in str(refused.value)
+    assert str(refused.value).count(str(tmp_path)) == 1
+
+
+def test_adapters_that_transformers_added_are_refused(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    model = other()
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match=r"carries PEFT adapters \(model\.layers\.0\.self_attn\.q_proj is"):
+        swapq.load_checkpoint(model, tmp_path)
+
+
+def on_cpu(model: PreTrainedModel, folder: Path) -> nn.Module:
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def on_disk(model: PreTrainedModel, folder: Path) -> nn.Module:
+    return accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def one_layer(model: PreTrainedModel, folder: Path) -> nn.Module:
+    accelerate.cpu_offload(model.model.layers[1], execution_device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("offload", [on_cpu, on_disk, one_layer])
+def test_an_offloaded_model_is_refused_before_the_checkpoint_is_looked_at(
+    tmp_path: Path, offload: Callable[[PreTrainedModel, Path], nn.Module]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r": offloaded by Accelerate.*before the model is offloaded"):
+        swapq.load_checkpoint(offload(other(), tmp_path), tmp_path / "nowhere")
+
+
+def test_a_model_on_meta_is_refused_before_the_checkpoint_is_looked_at(tmp_path: Path) -> None:
+    config = qwen3_moe().config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.weight.*: built without memory \(device meta\)"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+class WithState(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"step": 1}, None, torch.ones(2)], ids=["object", "none", "tensor"])
+def test_state_that_is_no_parameter_is_refused_by_name(tmp_path: Path, state: Any) -> None:
+    model = other()
+    model.model.counter = WithState(state)
+    with pytest.raises(UnsupportedError, match=r"^model\.counter\._extra_state: in the model's state and no parameter"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [torch.ones(1, 64).expand(64, 64), torch.ones(64, 1).expand(64, 64), torch.ones(127).as_strided((64, 64), (1, 1))],
+    ids=["rows", "columns", "windows"],
+)
+def test_values_that_share_a_place_in_memory_are_refused_by_name(tmp_path: Path, shared: Tensor) -> None:
+    model = other()
+    model.lm_head.weight = nn.Parameter(shared)
+    with pytest.raises(UnsupportedError, match=r"^lm_head\.weight: several values share one place"):
+        swapq.load_checkpoint(model, tmp_path / "nowhere")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: Exception) -> None:
+    """Reading the tensor with this number, counted from 0, fails."""
+    honest, count = restore.safe_open, itertools.count()
+
+    class Failing:
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            self.file = honest(*arguments, **keywords)
+
+        def __enter__(self) -> "Failing":
+            return self
+
+        def __exit__(self, *arguments: Any) -> None:
+            pass
+
+        def get_tensor(self, name: str) -> Tensor:
+            if next(count) == at:
+                raise error
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(restore, "safe_open", Failing)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SafetensorError("bad"), MemoryError("no more")])
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (0, "nothing was loaded, the model is as it was$"),
+        (30, r"half loaded: 30 of 69 tensors, the last \S+\. Do not train on: build the model again"),
+        (69, r"every tensor was written, but they could not all be compared with the checkpoint\. Do not train on"),
+    ],
+    ids=["first", "middle", "comparison"],
+)
+def test_a_read_error_says_what_became_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, said: str, error: Exception
+) -> None:
+    qwen3_moe().save_pretrained(tmp_path)
+    model = other()
+    before = values(model)
+    failing(monkeypatch, at, error)
+    with pytest.raises(CheckpointError, match=rf"reading stopped \({type(error).__name__}: .*\); .*{said}"):
+        swapq.load_checkpoint(model, tmp_path)
+    assert equal(values(model), before) == (at == 0)
+
+
 def test_a_family_that_stores_values_in_another_order_is_refused_by_name(tmp_path: Path) -> None:
     model = other()
     model._weight_conversions = [WeightConverter("experts.up", "experts.gate_up_proj", operations=[Interleave(dim=1)])]
@@ -190,9 +435,9 @@ def test_a_tensor_that_was_not_restored_is_named(tmp_path: Path, monkeypatch: py
     qwen3_moe().save_pretrained(tmp_path)
     honest = restore._held
 
-    def elsewhere(*arguments: Any) -> dict[str, Tensor]:
+    def elsewhere(*arguments: Any) -> Any:
         held = honest(*arguments)
-        return held | {EXPERT: held[EXPERT].clone()}
+        return held | {EXPERT: held[EXPERT]._replace(memory=held[EXPERT].memory.clone())}
 
     monkeypatch.setattr(restore, "_held", elsewhere)
     with pytest.raises(CheckpointError, match=rf"does not hold the checkpoint's value of {EXPERT};"):

@@ -13,12 +13,17 @@ from torch import nn
 from swapq.errors import UnsupportedError
 from swapq.nn.storage import QuantizedStorage
 
-__all__ = ["Merge", "check_adapters", "is_adapted", "merged"]
+__all__ = ["Merge", "check_adapters", "has_added_adapters", "is_adapted", "merged"]
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether `model` is wrapped by PEFT."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def has_added_adapters(model: nn.Module) -> bool:
+    """Whether adapters are in `model` without PEFT's wrapper: those of transformers' `add_adapter`."""
+    return not is_adapted(model) and any(type(m).__module__.partition(".")[0] == "peft" for m in model.modules())
 
 
 def check_adapters(model: Any, *, approximate: bool = False, sharded: bool = False) -> None:

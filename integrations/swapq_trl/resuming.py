@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint.restore import load_checkpoint
+from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, SINGLE_NAME, read_json
-from swapq_trl.adapters import is_adapted
+from swapq_trl.adapters import has_added_adapters, is_adapted
 
 __all__ = ["Resuming"]
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 _Base: Any = object  # in use: the trainer that follows in the method resolution order
 #: whole models; the last two are pickles, which are refused by name
 _WHOLE = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+#: adapters that PEFT saved
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 class Resuming(_Base):
@@ -26,6 +29,7 @@ class Resuming(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._last_loaded_step = -1  # whatever the engine holds, it is not this
+        self._refuse_added()
         if not self._loads_whole(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
@@ -35,19 +39,45 @@ class Resuming(_Base):
     def _load_best_model(self) -> None:
         self._last_loaded_step = -1
         best = self.state.best_model_checkpoint
+        self._refuse_added()
+        self._require_best(best)
         if not self._loads_whole(best):
             super()._load_best_model()
             return
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         load_checkpoint(self.model, best)
 
+    def _refuse_added(self) -> None:
+        """Checkpoints of a model with transformers' own adapters hold these alone, and its Trainer cannot load them."""
+        if has_added_adapters(self.model):
+            raise UnsupportedError(
+                "the model carries adapters that `add_adapter` put into it, whose checkpoints the Trainer cannot load back; give the "
+                "trainer `peft_config` and a model without adapters"
+            )
+
+    def _require_best(self, folder: str) -> None:
+        """Transformers only warns when the best model is not there, and the run ends with the last one in its place."""
+        path = Path(folder)
+        sharded = (
+            self.is_fsdp_enabled or self.is_deepspeed_enabled
+        )  # which have files of their own, and say what they miss
+        names = _ADAPTERS if is_adapted(self.model) else _WHOLE
+        if path.is_dir() and (sharded or any((path / name).is_file() for name in names)):
+            return
+        what = f"holds none of {', '.join(names)}" if path.is_dir() else "is no longer there"
+        raise CheckpointError(
+            f"the best model (step {self.state.best_global_step}, {self.args.metric_for_best_model} {self.state.best_metric}) cannot be "
+            f"loaded at the end: {folder} {what}. The trainer holds the last model, not the best; keep the folder of the best checkpoint, "
+            "and where several nodes train, on each of them (save_on_each_node)"
+        )
+
     def _loads_whole(self, folder: str) -> bool:
-        """Whether `folder` holds a whole model for a model that is neither sharded nor adapted."""
+        """Whether `folder` is to hold a whole model, for a model that is neither sharded nor adapted; what it lacks is said by name."""
         if is_adapted(self.model) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return False
         if any(Path(folder).glob("pytorch_model_fsdp*")):
             return False  # transformers says that FSDP must read it
-        return any((Path(folder) / name).is_file() for name in _WHOLE)
+        return any((Path(folder) / name).is_file() for name in (*_WHOLE, *_ADAPTERS, "trainer_state.json"))
 
     @staticmethod
     def _warn_of_other_version(folder: Path) -> None:

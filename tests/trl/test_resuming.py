@@ -1,7 +1,9 @@
 """A resumed trainer goes on from the checkpoint, whole: the run that was interrupted and the one that was not end with the same bits."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM, TrainerCallback
 
 import swapq
-from swapq.errors import CheckpointError
+from swapq.errors import CheckpointError, UnsupportedError
 from tests.trl.jobs import tiny, trainer
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -24,6 +26,8 @@ KINDS = [("GRPO", "nvfp4-rl"), ("RLOO", "mxfp8-rl"), ("GRPO", None)]
 def built(folder: Path, kind: str = "GRPO", recipe: str | None = "nvfp4-rl", *, seed: int = 0, **options: Any) -> Any:
     """A trainer without an engine that saves at step 2; `seed`: of its start model."""
     model = tiny(seed=seed)
+    if options.pop("added", False):
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
     if options.pop("half", False):
         model = model.to(torch.bfloat16)
     if recipe is not None:
@@ -159,22 +163,45 @@ def test_what_is_no_checkpoint_is_refused_as_transformers_does(tmp_path: Path) -
         built(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_the_best_model_is_loaded_whole_at_the_end(tmp_path: Path) -> None:
+def judged(folder: Path, spoil: Callable[[], Any] = lambda: None, **keywords: Any) -> Any:
+    """A trainer whose best step is the second; `spoil` is called after the last evaluation."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     options |= {"metric_for_best_model": "reward", "greater_is_better": True, "per_device_eval_batch_size": 8}
-    done = built(tmp_path, eval_dataset=[{"prompt": "1+2="}] * 8, save_total_limit=4, **options)
+    done = built(folder, eval_dataset=[{"prompt": "1+2="}] * 8, save_total_limit=4, **options, **keywords)
     rewards = iter([1.0, 9.0, 2.0, 3.0])
     evaluate = done.evaluate
 
-    def judged(*arguments: Any, **keywords: Any) -> Any:
-        return evaluate(*arguments, **keywords) | {"eval_reward": next(rewards)}
+    def judge(*arguments: Any, **keywords: Any) -> Any:
+        found = evaluate(*arguments, **keywords) | {"eval_reward": next(rewards)}
+        if done.state.global_step == 4:
+            spoil()
+        return found
 
-    done.evaluate = judged
+    done.evaluate = judge
+    return done
+
+
+def test_the_best_model_is_loaded_whole_at_the_end(tmp_path: Path) -> None:
+    done = judged(tmp_path)
     done.train()
     assert done.state.best_model_checkpoint.endswith("checkpoint-2")
     best, last = (Qwen3MoeForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (2, 4))
     assert same(weights(done.model), weights(best))
     assert not torch.equal(last.model.layers[1].mlp.experts.down_proj, best.model.layers[1].mlp.experts.down_proj)
+
+
+LORA = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])}
+
+
+@pytest.mark.parametrize("keywords", [{}, LORA], ids=["whole", "adapters"])
+def test_a_best_model_that_is_gone_is_an_error(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    best = tmp_path / "checkpoint-2"
+    done = judged(tmp_path, lambda: shutil.rmtree(best), **keywords)
+    with pytest.raises(CheckpointError, match=r"best model \(step 2, .*9\.0\).*checkpoint-2 is no longer there"):
+        done.train()
+    best.mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds none of (adapter_)?model\.safetensors"):
+        done._load_best_model()
 
 
 def test_adapters_are_resumed_as_transformers_does(tmp_path: Path) -> None:
@@ -188,3 +215,37 @@ def test_adapters_are_resumed_as_transformers_does(tmp_path: Path) -> None:
     resumed = built(tmp_path / "b", peft_config=config)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert same(weights(resumed.model), weights(done.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter_model.safetensors", r"holds adapters \(adapter_model\.safetensors\) and no whole model"),
+        ("trainer_state.json", r"holds the states of a Trainer \(trainer_state\.json\) and not its model"),
+    ],
+)
+def test_a_checkpoint_without_a_whole_model_says_what_it_holds(tmp_path: Path, name: str, said: str) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=said):
+        built(tmp_path, recipe=None)._load_from_checkpoint(str(tmp_path))
+
+
+def test_adapters_that_transformers_added_are_refused_by_name(tmp_path: Path) -> None:
+    done = built(tmp_path, recipe=None, added=True)
+    done.train()
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    resumed = built(tmp_path, recipe=None, added=True)
+    with pytest.raises(UnsupportedError, match=r"adapters that `add_adapter` put into it.*`peft_config`"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.state.best_model_checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.raises(UnsupportedError, match="adapters that `add_adapter` put into it"):
+        resumed._load_best_model()
+
+
+def test_a_checkpoint_that_was_not_written_whole_is_not_to_be_downloaded(tmp_path: Path) -> None:
+    done = built(tmp_path, recipe=None, steps=2)
+    done.train()
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cut short.*resume from an earlier checkpoint"):
+        built(tmp_path, recipe=None).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
