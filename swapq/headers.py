@@ -8,6 +8,7 @@ Hub's cache is made of them. A file of the right length may still hold the wrong
 import json
 import math
 import os
+import re
 import stat
 import struct
 from collections import Counter
@@ -24,6 +25,7 @@ __all__ = [
     "DTYPES",
     "INDEX_NAME",
     "SCRATCH_NAME",
+    "SHARD_NAME",
     "SINGLE_NAME",
     "Folder",
     "TensorHeader",
@@ -35,7 +37,9 @@ __all__ = [
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: folder inside the destination of a conversion for what is not whole; removed at its end
+#: shards as swapq names them; whatever else ends in .safetensors is not ours to remove
+SHARD_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+#: folder inside the destination of a conversion for what is not whole; removed at its end. An export has one while it replaces files
 SCRATCH_NAME = ".swapq"
 #: the safetensors library's own limit
 MAX_HEADER_BYTES = 100_000_000
