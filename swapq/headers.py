@@ -33,6 +33,8 @@ __all__ = [
     "read_folder",
     "read_json",
     "read_shard",
+    "require_text",
+    "shown",
 ]
 
 SINGLE_NAME = "model.safetensors"
@@ -98,6 +100,25 @@ class Folder:
     def nbytes(self) -> int:
         """Stored bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
+
+
+def require_text(folder: Path, name: str) -> None:
+    """Refuse a file name that is not UTF-8: no record could name the file, and it cannot be printed.
+
+    Raises:
+        CheckpointError: with the bytes of the name.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{folder}: holds a file named {os.fsencode(name)!r}, which is not UTF-8; rename it"
+        ) from None
+
+
+def shown(name: str) -> str:
+    """A file name as text that can be printed, whatever its bytes are."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,21 +211,21 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
     """Headers and index of a Hugging Face checkpoint folder.
 
     Raises:
-        CheckpointError: no folder, an unfinished conversion, no safetensors, only pickled weights, shards without an index, an index that
-            points outside the folder, or an index and headers that disagree (a missing file, a listed tensor that is not there, a tensor
-            that is there and not listed, a tensor in two files).
+        CheckpointError: no folder, an unfinished conversion or export, no safetensors, only pickled weights, shards without an index, an
+            index beside ``model.safetensors``, an index that points outside the folder, or an index and headers that disagree (a missing
+            file, a listed tensor that is not there, a tensor that is there and not listed, a tensor in two files).
     """
     path = folder_path(directory)
     if (path / SCRATCH_NAME).is_dir() and not (path / "config.json").exists():
         raise CheckpointError(
-            f"{path}: is an unfinished conversion ({SCRATCH_NAME} is there and config.json is not yet); run its command again, which goes "
-            "on where it stopped"
+            f"{path}: is an unfinished conversion or export ({SCRATCH_NAME} is there and config.json is not yet); run its command again, "
+            "which goes on where it stopped"
         )
     present = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
     has_index = (path / INDEX_NAME).exists()
     if has_index and SINGLE_NAME in present:
         raise CheckpointError(
-            f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; remove one"
+            f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; {_stale(path)}"
         )
     if has_index:
         return _indexed(path)
@@ -215,11 +236,30 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
                 f"{path}: holds {pickles[0]} and no safetensors; pickles are not read: save the model as safetensors first"
             )
         raise CheckpointError(f"{path}: holds no safetensors file")
-    if len(present) > 1:
+    single = SINGLE_NAME if SINGLE_NAME in present else present[0]  # as transformers reads it, whatever lies beside
+    if len(present) > 1 and single != SINGLE_NAME:
         raise CheckpointError(
             f"{path}: {len(present)} safetensors files and no {INDEX_NAME}: nothing says that they are all; download the index"
         )
-    return Folder(path, (present[0],), read_shard(path / present[0]), {})
+    require_text(path, single)
+    return Folder(path, (single,), read_shard(path / single), {})
+
+
+def _stale(path: Path) -> str:
+    """Which of index and single file to remove: the index, unless all its shards are there."""
+    try:
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    except CheckpointError:
+        weight_map = None
+    files = {f for f in weight_map.values() if isinstance(f, str)} if isinstance(weight_map, dict) else set()
+    for name in sorted(files):
+        _check_file_name("a tensor", name)
+    missing = sorted(name for name in files if not (path / name).is_file())
+    if missing:
+        return f"the index names {_some(missing)}, not in the folder: remove {INDEX_NAME}"
+    if not files - {SINGLE_NAME}:
+        return f"the index names no other file: remove {INDEX_NAME}"
+    return f"the shards of the index are all there: remove {SINGLE_NAME} to keep them, or else {INDEX_NAME} and them"
 
 
 def _indexed(path: Path) -> Folder:

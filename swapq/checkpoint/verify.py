@@ -23,7 +23,7 @@ from swapq.checkpoint.recompute import compare
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, copied_files, read_record, record_faults, sha256_of
 from swapq.checkpoint.source import SourceFiles
 from swapq.errors import SwapqError
-from swapq.headers import Folder, TensorHeader, read_folder
+from swapq.headers import Folder, TensorHeader, read_folder, shown
 
 __all__ = ["Verification", "verify"]
 
@@ -87,14 +87,14 @@ def verify(
         report.problems.append(str(error))
         return report
     if (folder.path / SCRATCH_NAME).exists():
-        report.problems.append(
-            f"{SCRATCH_NAME}: an unfinished conversion left it; run the same command again to finish it"
-        )
+        _scratch(folder, report)
     if described.layout == "none":
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
     strays = {p.name for p in folder.path.glob("*.safetensors")} - set(folder.files)
-    report.problems += [f"{name}: lies beside the shards, and some readers load every file" for name in sorted(strays)]
+    report.problems += [
+        f"{shown(name)}: lies beside the shards, and some readers load every file" for name in sorted(strays)
+    ]
     known = _structure(folder, described, layout, report)
     try:
         entry = described.config.get("quantization_config") or {}
@@ -114,6 +114,19 @@ def verify(
         files.close()
     _totals(folder, described, layout, report)
     return report
+
+
+def _scratch(folder: Folder, report: Verification) -> None:
+    """A record is written last and removed first: where it is, the command that left the scratch folder was at its end or had removed
+    nothing yet."""
+    if os.path.lexists(folder.path / RECORD_NAME):
+        report.notes.append(
+            f"{SCRATCH_NAME}: a command that was stopped left it, and the folder is whole; the same command removes it"
+        )
+    else:
+        report.problems.append(
+            f"{SCRATCH_NAME}: an unfinished conversion or export left it; run the same command again to finish it"
+        )
 
 
 def _structure(folder: Folder, described: Described, layout: Layout, report: Verification) -> dict[str, list[Stored]]:
