@@ -136,3 +136,25 @@ def test_scratch_beside_a_whole_folder_is_no_problem_of_the_folder(tmp_path: Pat
     (dst / RECORD_NAME).unlink()
     assert any("unfinished" in problem for problem in swapq.verify(dst).problems)
     assert load_file(dst / "model.safetensors")
+
+
+@pytest.mark.parametrize("leaf", ["bias", "input_scale"])
+@pytest.mark.parametrize("recipe", ["nvfp4-rl", "mxfp8-rl"])
+def test_what_one_expert_alone_has_is_said_by_plan_in_the_words_of_verify(
+    tmp_path: Path, leaf: str, recipe: str
+) -> None:
+    src = saved(tmp_path / "src")
+    plan = ["plan", str(src), "-r", recipe]
+    assert "unsound" not in CliRunner().invoke(app, plan).output
+    tensors = load_file(src / "model.safetensors")
+    tensors[f"model.layers.0.mlp.experts.1.down_proj.{leaf}"] = torch.ones(
+        64 if leaf == "bias" else 1, dtype=torch.bfloat16
+    )
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    convert(src, tmp_path / "dst", recipe)
+    (problem,) = swapq.verify(tmp_path / "dst").problems
+    said = CliRunner().invoke(app, plan)
+    assert said.exit_code == 0
+    assert f"swapq verify would call a conversion unsound: {problem}" in said.output
+    told = json.loads(CliRunner().invoke(app, [*plan, "--json"]).output)
+    assert any(problem in warning for warning in told["summary"]["warnings"])

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint import layouts
+from swapq.checkpoint.described import incomplete_experts
 from swapq.checkpoint.job import Job
 from swapq.checkpoint.others import Others
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record, record_faults, strangers
 from swapq.checkpoint.units import units_of
 from swapq.errors import CheckpointError, SwapqError
-from swapq.headers import read_folder
+from swapq.headers import read_folder, read_json
 from swapq.plan import Plan
 
-__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable"]
+__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable", "unsound"]
 
 #: room for configs, the index and the file system's own needs
 _MARGIN = 64 << 20
@@ -69,6 +70,15 @@ def refusal(the_plan: Plan, source: Path) -> str:
     except SwapqError as error:
         return str(error)
     return ""
+
+
+def unsound(source: Path) -> str:
+    """What ``verify`` would say against a conversion of this source, whose tensors are copied as they are; or empty."""
+    try:
+        folder = read_folder(source)
+        return next(iter(incomplete_experts(read_json(folder.path / "config.json"), folder.tensors)), "")
+    except SwapqError:
+        return ""
 
 
 def check_space(job: Job, others: Others, destination: Path, done: set[str]) -> None:

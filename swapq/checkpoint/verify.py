@@ -17,7 +17,7 @@ from torch import Tensor
 from swapq import formats
 from swapq.anatomy.names import role_of
 from swapq.checkpoint import layouts
-from swapq.checkpoint.described import Described, describe_folder
+from swapq.checkpoint.described import Described, describe_folder, incomplete_experts
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, copied_files, read_record, record_faults, sha256_of
@@ -152,7 +152,7 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
             report.problems.append(
                 f"{name}: stored as {_dtype(header.dtype)}, which is quantized, and the config does not list it as such"
             )
-    _complete_experts(described, folder, report)
+    report.problems += incomplete_experts(described.config, folder.tensors)
     return known
 
 
@@ -193,29 +193,6 @@ def _looks_quantized(name: str, header: TensorHeader) -> bool:
             ".weight_shape",
         )
     )
-
-
-def _complete_experts(described: Described, folder: Folder, report: Verification) -> None:
-    """Every experts module has all the experts that any of its kind has, up to the number in the config."""
-    counts = [described.config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
-    text = described.config.get("text_config")
-    if isinstance(text, dict):
-        counts += [text.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
-    expected = next((c for c in counts if isinstance(c, int) and c > 0), None)
-    if expected is None:
-        return
-    seen: dict[tuple[str, str], set[int]] = {}
-    for name in folder.tensors:
-        head, dot, tail = name.partition(".experts.")
-        index, _, rest = tail.partition(".")
-        if dot and index.isdigit():
-            seen.setdefault((f"{head}.experts", rest), set()).add(int(index))
-    for (prefix, rest), found in seen.items():
-        absent = next((i for i in range(expected) if i not in found), None)
-        if absent is not None:
-            report.problems.append(
-                f"{prefix}.{absent}.{rest}: missing; config.json says {expected} experts, {len(found)} have {rest}"
-            )
 
 
 def _hashes(folder: Folder, report: Verification, progress: bool) -> None:
