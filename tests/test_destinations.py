@@ -271,6 +271,23 @@ def test_masters_saved_over_a_killed_export_are_never_replaced(
     refuse_all(src, dst)
 
 
+def test_a_killed_export_is_replaced_by_an_overwrite_with_nothing_left_of_it(
+    src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(
+        lambda: swapq.export(live(), dst),
+        monkeypatch,
+        writer,
+        "publish",
+        lambda _, target: target.name == "config.json",
+    )
+    with pytest.raises(CheckpointError, match="unfinished export"):
+        convert(src, dst)
+    convert(src, dst, overwrite=True)
+    assert not [name for name in os.listdir(dst) if name.startswith(".")]
+    assert swapq.verify(dst, source=src).ok
+
+
 def test_an_export_to_a_link_that_leads_nowhere_is_refused_by_the_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"link to .*nowhere, which is not there"):

@@ -32,7 +32,7 @@ from swapq.checkpoint.others import Others
 from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
 from swapq.checkpoint.record import LOCK_NAME, RECORD_NAME, SCRATCH_NAME, Progress, completion
 from swapq.checkpoint.stream import stream
-from swapq.checkpoint.writer import shard_bytes, write_json
+from swapq.checkpoint.writer import remove_temporaries, shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
 from swapq.kernels import cpu
@@ -227,6 +227,7 @@ def _clear(dst: Path, scratch: Path, state: Progress) -> None:
         (dst / name).unlink(missing_ok=True)
     for path in (*scratch.glob("*.partial"), *scratch.glob(".*.tmp")):
         path.unlink()
+    remove_temporaries(dst)
     if state.replaces or state.copied:
         state.replaces, state.copied = {}, []
         state.save()

@@ -18,7 +18,7 @@ from torch import Tensor
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, SHARD_NAME, SINGLE_NAME
 
-__all__ = ["ShardWriter", "publish", "shard_bytes", "write_json", "write_text"]
+__all__ = ["ShardWriter", "publish", "remove_temporaries", "shard_bytes", "write_json", "write_text"]
 
 #: temporaries of this file, which a kill leaves in the folder
 _TEMPORARY = re.compile(r"\.(shard-\d{5,}|mode|.+\.json)\.[0-9a-f]{8}\.tmp")
@@ -29,6 +29,13 @@ def publish(temporary: Path, target: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, target)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed export left under names that only this file gives."""
+    for path in sorted(folder.iterdir()):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _new_file_mode(directory: Path) -> int:
@@ -100,9 +107,7 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path in self.directory.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        remove_temporaries(self.directory)
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
