@@ -93,19 +93,22 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what a recipe would do to a checkpoint. Reads headers only, writes nothing."""
-    from swapq.checkpoint.preflight import refusal
+    from swapq.checkpoint.preflight import refusal, unsound
     from swapq.plan import plan as make
 
     made = make(source, recipe, tp=tp, ep=ep)
-    refused = refusal(made, source)
-    warning = f"swapq convert refuses it: {refused}"
+    warnings = []
+    if refused := refusal(made, source):
+        warnings.append(f"swapq convert refuses it: {refused}")
+    elif fault := unsound(source):
+        warnings.append(f"swapq verify would call a conversion unsound: {fault}")
     if as_json:
         told = made.to_dict()
-        told["summary"]["warnings"] += [warning] if refused else []
+        told["summary"]["warnings"] += warnings
         typer.echo(json.dumps(told, indent=1))
         return
     stdout.print(made)
-    if refused:
+    for warning in warnings:
         _say(f"warning: {warning}")
 
 

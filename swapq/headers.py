@@ -8,6 +8,7 @@ Hub's cache is made of them. A file of the right length may still hold the wrong
 import json
 import math
 import os
+import re
 import stat
 import struct
 from collections import Counter
@@ -24,6 +25,7 @@ __all__ = [
     "DTYPES",
     "INDEX_NAME",
     "SCRATCH_NAME",
+    "SHARD_NAME",
     "SINGLE_NAME",
     "Folder",
     "TensorHeader",
@@ -31,11 +33,15 @@ __all__ = [
     "read_folder",
     "read_json",
     "read_shard",
+    "require_text",
+    "shown",
 ]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: folder inside the destination of a conversion for what is not whole; removed at its end
+#: shards as swapq names them; whatever else ends in .safetensors is not ours to remove
+SHARD_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+#: folder inside the destination of a conversion for what is not whole; removed at its end. An export has one while it replaces files
 SCRATCH_NAME = ".swapq"
 #: the safetensors library's own limit
 MAX_HEADER_BYTES = 100_000_000
@@ -94,6 +100,25 @@ class Folder:
     def nbytes(self) -> int:
         """Stored bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
+
+
+def require_text(folder: Path, name: str) -> None:
+    """Refuse a file name that is not UTF-8: no record could name the file, and it cannot be printed.
+
+    Raises:
+        CheckpointError: with the bytes of the name.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{folder}: holds a file named {os.fsencode(name)!r}, which is not UTF-8; rename it"
+        ) from None
+
+
+def shown(name: str) -> str:
+    """A file name as text that can be printed, whatever its bytes are."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -186,21 +211,21 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
     """Headers and index of a Hugging Face checkpoint folder.
 
     Raises:
-        CheckpointError: no folder, an unfinished conversion, no safetensors, only pickled weights, shards without an index, an index that
-            points outside the folder, or an index and headers that disagree (a missing file, a listed tensor that is not there, a tensor
-            that is there and not listed, a tensor in two files).
+        CheckpointError: no folder, an unfinished conversion or export, no safetensors, only pickled weights, shards without an index, an
+            index beside ``model.safetensors``, an index that points outside the folder, or an index and headers that disagree (a missing
+            file, a listed tensor that is not there, a tensor that is there and not listed, a tensor in two files).
     """
     path = folder_path(directory)
     if (path / SCRATCH_NAME).is_dir() and not (path / "config.json").exists():
         raise CheckpointError(
-            f"{path}: is an unfinished conversion ({SCRATCH_NAME} is there and config.json is not yet); run its command again, which goes "
-            "on where it stopped"
+            f"{path}: is an unfinished conversion or export ({SCRATCH_NAME} is there and config.json is not yet); run its command again, "
+            "which goes on where it stopped"
         )
     present = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
     has_index = (path / INDEX_NAME).exists()
     if has_index and SINGLE_NAME in present:
         raise CheckpointError(
-            f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; remove one"
+            f"{path}: holds both {SINGLE_NAME} and {INDEX_NAME}, and readers disagree on which counts; {_stale(path)}"
         )
     if has_index:
         return _indexed(path)
@@ -211,11 +236,30 @@ def read_folder(directory: str | os.PathLike[str]) -> Folder:
                 f"{path}: holds {pickles[0]} and no safetensors; pickles are not read: save the model as safetensors first"
             )
         raise CheckpointError(f"{path}: holds no safetensors file")
-    if len(present) > 1:
+    single = SINGLE_NAME if SINGLE_NAME in present else present[0]  # as transformers reads it, whatever lies beside
+    if len(present) > 1 and single != SINGLE_NAME:
         raise CheckpointError(
             f"{path}: {len(present)} safetensors files and no {INDEX_NAME}: nothing says that they are all; download the index"
         )
-    return Folder(path, (present[0],), read_shard(path / present[0]), {})
+    require_text(path, single)
+    return Folder(path, (single,), read_shard(path / single), {})
+
+
+def _stale(path: Path) -> str:
+    """Which of index and single file to remove: the index, unless all its shards are there."""
+    try:
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    except CheckpointError:
+        weight_map = None
+    files = {f for f in weight_map.values() if isinstance(f, str)} if isinstance(weight_map, dict) else set()
+    for name in sorted(files):
+        _check_file_name("a tensor", name)
+    missing = sorted(name for name in files if not (path / name).is_file())
+    if missing:
+        return f"the index names {_some(missing)}, not in the folder: remove {INDEX_NAME}"
+    if not files - {SINGLE_NAME}:
+        return f"the index names no other file: remove {INDEX_NAME}"
+    return f"the shards of the index are all there: remove {SINGLE_NAME} to keep them, or else {INDEX_NAME} and them"
 
 
 def _indexed(path: Path) -> Folder:

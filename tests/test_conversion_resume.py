@@ -207,15 +207,24 @@ def test_an_overwrite_removes_nothing_outside_the_folder(src: Path, tmp_path: Pa
      '{"fingerprint": "F", "source_mtime_ns": 0, "shards": {"../x": {}}}', '{"fingerprint": "F", "source_mtime_ns": "0", "shards": {}}',
      '{"fingerprint": "F", "source_mtime_ns": 0, "shards": {"a": 5}}'],
 )  # fmt: skip
-def test_a_damaged_progress_file_is_refused_and_overwrite_starts_again(
+def test_a_damaged_progress_file_is_refused_and_no_shard_is_removed_that_it_may_not_have_listed(
     src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     dst = tmp_path / "dst"
     interrupted(src, dst, monkeypatch)
     path = dst / SCRATCH_NAME / PROGRESS_NAME
     path.write_text(content.replace('"F"', json.dumps(json.loads(path.read_text())["fingerprint"])))
-    with pytest.raises(swapq.SwapqError):
-        convert(src, dst)
+    before = files(dst)
+    for overwrite in (False, True):
+        with pytest.raises(
+            swapq.SwapqError, match=f"{PROGRESS_NAME}: is no progress of a conversion.* remove {dst} or"
+        ):
+            convert(src, dst, overwrite=overwrite)
+    assert {k: v for k, v in files(dst).items() if not k.endswith("lock")} == {
+        k: v for k, v in before.items() if not k.endswith("lock")
+    }
+    for shard in dst.glob("*.safetensors"):
+        shard.unlink()
     convert(src, dst, overwrite=True)
     assert swapq.verify(dst, source=src).ok
 

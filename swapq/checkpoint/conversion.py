@@ -4,6 +4,7 @@ Order of writing: shards one by one (durable, then renamed into place), other fi
 ``swapq.json``. Until the config is there, no loader takes the folder for a checkpoint.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -29,9 +30,9 @@ from swapq.checkpoint import layouts
 from swapq.checkpoint.job import Job, Shard
 from swapq.checkpoint.others import Others
 from swapq.checkpoint.preflight import check_folders, check_space, is_complete, resumable
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, completion, copied_files
+from swapq.checkpoint.record import LOCK_NAME, RECORD_NAME, SCRATCH_NAME, Progress, completion
 from swapq.checkpoint.stream import stream
-from swapq.checkpoint.writer import shard_bytes, write_json
+from swapq.checkpoint.writer import remove_temporaries, shard_bytes, write_json
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import INDEX_NAME, read_folder, read_json
 from swapq.kernels import cpu
@@ -138,22 +139,25 @@ def _convert(
     check_folders(src, dst)
     scratch = dst / SCRATCH_NAME
     if not overwrite and is_complete(job, dst):
-        shutil.rmtree(scratch, ignore_errors=True)  # stopped after the record and before this
-        record = read_json(dst / RECORD_NAME)
-        return Conversion(job.plan, record["shards"], True, 0, (), 0)
+        if scratch.is_dir():  # stopped after the record and before it was removed, or a run that is about to
+            with contextlib.suppress(CheckpointError, OSError), _alone(scratch):
+                _remove(scratch)
+        return _done_before(job, dst)
     others = Others.of(src, job.source.files)
     state = resumable(job, others, dst, overwrite=overwrite, resume=resume)
     check_space(job, others, dst, state.finished(dst) if state else set())
     config = _config(job)
 
-    try:
-        scratch.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{dst}: cannot be made ({error.strerror or error}); choose another folder") from None
     with _alone(scratch):
+        if not overwrite and is_complete(job, dst):  # by a run that ended since
+            _remove(scratch)
+            return _done_before(job, dst)
+        state = resumable(job, others, dst, overwrite=overwrite, resume=resume)
         if state is None:
-            _clear(dst, scratch)
             state = Progress.start(scratch, job)
+            _clear(dst, scratch, state)
+        elif state.replaces or state.copied:
+            _clear(dst, scratch, state)
         done = state.finished(dst)
         _stream(job, dst, scratch, state, done, workers, show=show)
         if job.source_mtime_ns() > state.source_mtime_ns:
@@ -162,7 +166,7 @@ def _convert(
             )
         others.copy(dst, scratch)
         _finish(job, dst, scratch, state, others, config)
-    shutil.rmtree(scratch)
+        _remove(scratch)
     return Conversion(job.plan, dict(state.shards), False, len(done), others.left_out, job.memory_bound(workers))
 
 
@@ -175,26 +179,58 @@ def _config(job: Job) -> dict[str, Any]:
     return config | {"quantization_config": job.layout.quantization_config(job.plan)}
 
 
+def _done_before(job: Job, dst: Path) -> Conversion:
+    return Conversion(job.plan, read_json(dst / RECORD_NAME)["shards"], True, 0, (), 0)
+
+
 @contextmanager
 def _alone(scratch: Path) -> Iterator[None]:
-    """Hold the destination against a second run at the same time."""
-    with open(scratch / "lock", "w") as lock:
+    """Make the scratch folder, and hold the destination against a second run at the same time."""
+    with _lock(scratch) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            held = os.path.samestat(os.fstat(lock.fileno()), os.stat(scratch / LOCK_NAME))
+        except OSError:  # also where the run that held it has just removed it
+            held = False
+        if not held:
             raise CheckpointError(
                 f"{scratch.parent}: another conversion is writing here; wait for it or choose another folder"
-            ) from None
+            )
         yield
+    with contextlib.suppress(
+        OSError
+    ):  # where an open file cannot be removed (NFS) this is the first moment; else it is gone or in use
+        scratch.rmdir()
 
 
-def _clear(dst: Path, scratch: Path) -> None:
-    """Remove what an earlier conversion wrote, the config first: from here on the folder is no checkpoint."""
-    copied = copied_files(dst)  # a tokenizer of another model must not stay
-    for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json", *copied):
+def _lock(scratch: Path) -> TextIO:
+    while True:
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{scratch.parent}: cannot be made ({error.strerror or error}); choose another folder"
+            ) from None
+        with contextlib.suppress(FileNotFoundError):  # removed between the two by a run that ended
+            return open(scratch / LOCK_NAME, "w", encoding="utf-8")
+
+
+def _remove(scratch: Path) -> None:
+    """Remove the scratch folder, whose lock is held. What stays of it does no harm: the same command removes it."""
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _clear(dst: Path, scratch: Path, state: Progress) -> None:
+    """Remove what an earlier conversion wrote, the config first: from here on the folder is no checkpoint. ``state`` names it, so that a
+    run after a kill goes on with this; a tokenizer of another model must not stay."""
+    for name in ("config.json", INDEX_NAME, RECORD_NAME, "hf_quant_config.json", *state.copied, *state.replaces):
         (dst / name).unlink(missing_ok=True)
-    for path in (*dst.glob("*.safetensors"), *scratch.glob("*.partial"), *scratch.glob(".*.tmp")):
+    for path in (*scratch.glob("*.partial"), *scratch.glob(".*.tmp")):
         path.unlink()
+    remove_temporaries(dst)
+    if state.replaces or state.copied:
+        state.replaces, state.copied = {}, []
+        state.save()
 
 
 def _stream(job: Job, dst: Path, scratch: Path, state: Progress, done: set[str], workers: int, *, show: bool) -> None:

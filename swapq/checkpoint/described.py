@@ -1,6 +1,6 @@
 """What a quantized folder says of itself: layout, recipe and the exact list of quantized weights, whoever wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from swapq.headers import Folder, read_json
 from swapq.natural import natural_key
 from swapq.recipe import Recipe
 
-__all__ = ["Described", "describe_folder"]
+__all__ = ["Described", "describe_folder", "incomplete_experts"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,28 @@ def _recipe(fields: Any, where: str) -> Recipe:
 def _scaled_modules(folder: Folder) -> list[str]:
     """Modules with block scales, in natural order."""
     return sorted((stem(n) for n in folder.tensors if n.endswith(".weight_scale")), key=natural_key)
+
+
+def incomplete_experts(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What some experts of a module have and others, up to the number in the config, have not: a sentence for each such kind."""
+    counts = [config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        counts += [text.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
+    expected = next((c for c in counts if isinstance(c, int) and c > 0), None)
+    if expected is None:
+        return []
+    seen: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        head, dot, tail = name.partition(".experts.")
+        index, _, rest = tail.partition(".")
+        if dot and index.isdigit():
+            seen.setdefault((f"{head}.experts", rest), set()).add(int(index))
+    found = []
+    for (prefix, rest), having in seen.items():
+        absent = next((i for i in range(expected) if i not in having), None)
+        if absent is not None:
+            found.append(
+                f"{prefix}.{absent}.{rest}: missing; config.json says {expected} experts, {len(having)} have {rest}"
+            )
+    return found

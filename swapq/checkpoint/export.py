@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,17 +17,28 @@ from swapq import formats
 from swapq.checkpoint import layouts
 from swapq.checkpoint.layouts import Layout
 from swapq.checkpoint.ranks import Ranks
-from swapq.checkpoint.record import RECORD_NAME, exported, is_ours, read_record
+from swapq.checkpoint.record import (
+    EXPORT,
+    LOCK_NAME,
+    RECORD_NAME,
+    SCRATCH_NAME,
+    Progress,
+    exported,
+    read_record,
+    strangers,
+)
 from swapq.checkpoint.tensors import base_model, checkpoint_tensors, quantization_config
 from swapq.checkpoint.writer import ShardWriter, write_json
 from swapq.convert import plan_of
 from swapq.errors import CheckpointError, UnsupportedError
-from swapq.headers import read_json
+from swapq.headers import SHARD_NAME
 
 __all__ = ["export"]
 
 #: what goes before new shards come, the config first
 _REPLACES = ("config.json", "hf_quant_config.json", RECORD_NAME)
+#: what comes beside shards and configs
+_WRITES = ("generation_config.json",)
 
 
 def export(
@@ -72,15 +84,19 @@ def export(
     if not (ranks.writes or ranks.sharded):
         return
 
+    def announce(planned: Mapping[str, int]) -> None:
+        Progress.start_export(folder, layout, planned)  # a killed export is known as ours by it
+
     def write() -> None:
         gathered = checkpoint_tensors(root)
         try:
             tensors: Any = gathered if layout == "swapq" else _relaid(gathered, the_plan.quantized, target)
-            with ShardWriter(folder, max_shard_size, replaces=_REPLACES) as writer:
+            with ShardWriter(folder, max_shard_size, replaces=_REPLACES, announce=announce) as writer:
                 for name, tensor in track(tensors, description="Exporting", transient=True, disable=_small(root)):
                     writer.add(name, tensor)
             _finish(root, folder, described, extra_files)
             write_json(folder / RECORD_NAME, exported(the_plan.recipe, layout, folder))
+            shutil.rmtree(folder / SCRATCH_NAME, ignore_errors=True)
         finally:
             _exhaust(gathered)  # after a failed write, too: the other ranks are still gathering
 
@@ -138,23 +154,33 @@ def _relaid(
 
 def _check_destination(folder: Path) -> None:
     """Refuse to replace what is no export: the source's weights, which may be mapped or the only copy, most of all."""
+    if folder.is_symlink() and not folder.exists():
+        raise CheckpointError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there; name a directory to export to"
+        )
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name a directory to export to")
-    if folder.is_dir():
-        read_record(folder)  # refuses what is none
-    ours = folder.is_dir() and is_ours(folder)
-    if (folder / "hf_quant_config.json").exists() and not ours:
+    if not folder.is_dir():
+        return
+    read_record(folder)  # refuses what is none
+    scratch = folder / SCRATCH_NAME
+    if os.path.lexists(scratch):
+        progress = Progress.read(scratch)
+        converting = (scratch / LOCK_NAME).exists() if progress is None else progress.fingerprint != EXPORT
+        if converting or scratch.is_symlink():
+            raise CheckpointError(
+                f"{folder} holds an unfinished conversion ({SCRATCH_NAME}); finish it with its own command, or choose another directory"
+            )
+    foreign = [n for n in strangers(folder, _WRITES) if SHARD_NAME.fullmatch(n) or not n.endswith(".safetensors")]
+    if "hf_quant_config.json" in foreign:
         raise CheckpointError(
             f"{folder}: hf_quant_config.json describes another checkpoint, and readers would believe it; choose another directory"
         )
-    if not ours and (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
-        entry = read_json(folder / "config.json").get("quantization_config")
-        method = entry.get("quant_method") if isinstance(entry, dict) else None
-        if method != "swapq":
-            raise CheckpointError(
-                f"{folder} holds a checkpoint that swapq did not write (quant_method {method!r}), perhaps the model's own source; an "
-                "export never replaces one, choose another directory"
-            )
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {foreign[0]}, which swapq did not write: a checkpoint or a part of one, perhaps the model's own source; an "
+            "export never replaces one, choose another directory"
+        )
 
 
 def _small(model: nn.Module) -> bool:

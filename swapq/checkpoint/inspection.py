@@ -13,7 +13,7 @@ from swapq import anatomy
 from swapq.checkpoint.described import describe_folder
 from swapq.checkpoint.record import SCRATCH_NAME, read_record
 from swapq.errors import SwapqError
-from swapq.headers import Folder, folder_path, read_folder, read_json
+from swapq.headers import Folder, folder_path, read_folder, read_json, shown
 
 __all__ = ["Inspection", "inspect"]
 
@@ -78,7 +78,12 @@ def inspect(directory: "str | os.PathLike[str]") -> Inspection:
     _layout(folder, config, found)
     _roles(folder, found)
     if (path / SCRATCH_NAME).exists():
-        found.notes.append("an unfinished conversion left its scratch folder")
+        found.notes.append("an unfinished conversion or export left its scratch folder")
+    strays = sorted({p.name for p in path.glob("*.safetensors")} - set(folder.files))
+    if strays:
+        found.notes.append(
+            f"{', '.join(map(shown, strays))}: no part of the checkpoint, though some readers load every file"
+        )
     record = read_record(path)
     if record is not None:
         found.notes.append(

@@ -13,7 +13,7 @@ from pathlib import Path
 from swapq.checkpoint.record import RECORD_NAME
 from swapq.checkpoint.writer import publish
 from swapq.errors import CheckpointError
-from swapq.headers import INDEX_NAME
+from swapq.headers import INDEX_NAME, require_text
 
 __all__ = ["Others"]
 
@@ -49,10 +49,11 @@ class Others:
         """Everything in ``folder`` but ``shards``, the configs and what is hidden (a name that starts with a dot).
 
         Raises:
-            CheckpointError: a link that leads out of the folder, or a file that cannot be read.
+            CheckpointError: a link that leads out of the folder, a file that cannot be read, or a name that is not UTF-8.
         """
         root, names, left_out, nbytes = folder.resolve(), [], [], 0
         for name in sorted(_walk(folder)):
+            require_text(folder, name)
             path = folder / name
             if name in _OURS or name in shards:
                 continue

@@ -1,26 +1,24 @@
 """Every check of a conversion that can fail before its first byte: folders, space, permissions, an earlier run."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from swapq.checkpoint import layouts
+from swapq.checkpoint.described import incomplete_experts
 from swapq.checkpoint.job import Job
 from swapq.checkpoint.others import Others
-from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, is_ours, read_record, record_faults
+from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, Progress, read_record, record_faults, strangers
 from swapq.checkpoint.units import units_of
 from swapq.errors import CheckpointError, SwapqError
-from swapq.headers import INDEX_NAME, read_folder
+from swapq.headers import read_folder, read_json
 from swapq.plan import Plan
 
-__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable"]
+__all__ = ["check_folders", "check_space", "is_complete", "refusal", "resumable", "unsound"]
 
 #: room for configs, the index and the file system's own needs
 _MARGIN = 64 << 20
-#: shards as swapq names them
-_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def check_folders(source: Path, destination: Path) -> None:
@@ -72,6 +70,15 @@ def refusal(the_plan: Plan, source: Path) -> str:
     except SwapqError as error:
         return str(error)
     return ""
+
+
+def unsound(source: Path) -> str:
+    """What ``verify`` would say against a conversion of this source, whose tensors are copied as they are; or empty."""
+    try:
+        folder = read_folder(source)
+        return next(iter(incomplete_experts(read_json(folder.path / "config.json"), folder.tensors)), "")
+    except SwapqError:
+        return ""
 
 
 def check_space(job: Job, others: Others, destination: Path, done: set[str]) -> None:
@@ -133,19 +140,16 @@ def resumable(job: Job, others: Others, destination: Path, *, overwrite: bool, r
     whatever else swapq wrote there is replaced.
 
     Raises:
-        CheckpointError: the folder is not empty and holds no such run; with ``overwrite``, a file in the way that swapq did not write.
+        CheckpointError: the folder is not empty and holds no such run, or a file is in the way that swapq did not write.
     """
     scratch = destination / SCRATCH_NAME
     if not destination.is_dir():
         return None
-    foreign = _foreign(others, destination)
+    foreign = strangers(destination, others.names)
     if overwrite:
         if foreign:
-            more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
-            raise CheckpointError(
-                f"{destination / foreign[0]}: was not written by swapq{more}, and only what an earlier conversion or export wrote is ever "
-                "replaced; choose another folder, or remove it first"
-            )
+            Progress.read(scratch)  # where it is damaged, that is the reason
+        _require_ours(destination, foreign)
         return _own(job, destination) if resume else None
     progress = Progress.load(scratch, job.fingerprint)
     if progress is None:
@@ -155,6 +159,7 @@ def resumable(job: Job, others: Others, destination: Path, *, overwrite: bool, r
         raise CheckpointError(
             f"{destination}: is not empty and holds no unfinished conversion; choose another folder{advice}"
         )
+    _require_ours(destination, foreign)
     if not resume:
         raise CheckpointError(
             f"{destination}: holds an unfinished conversion; allow resume=True, or pass overwrite=True"
@@ -166,14 +171,13 @@ def resumable(job: Job, others: Others, destination: Path, *, overwrite: bool, r
     return progress
 
 
-def _foreign(others: Others, destination: Path) -> list[str]:
-    """Files that a conversion would remove or replace, and that no conversion or export wrote. In a folder of ours these are weights of
-    other names; tokenizers and cards that came later are replaced."""
-    shards = sorted(path.name for path in destination.glob("*.safetensors"))
-    if is_ours(destination):
-        return [name for name in shards if not _SHARD.fullmatch(name)]
-    fixed = ("config.json", INDEX_NAME, "hf_quant_config.json", RECORD_NAME)
-    return [name for name in (*fixed, *shards, *others.names) if os.path.lexists(destination / name)]
+def _require_ours(destination: Path, foreign: list[str]) -> None:
+    if foreign:
+        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        raise CheckpointError(
+            f"{destination / foreign[0]}: was not written by swapq{more}, and only what an earlier conversion or export wrote is ever "
+            "replaced; choose another folder, or remove it first"
+        )
 
 
 def _own(job: Job, destination: Path) -> Progress | None:

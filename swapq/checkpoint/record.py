@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -13,10 +13,12 @@ from swapq.checkpoint.job import CONVERSION_VERSION, Job
 from swapq.checkpoint.units import Expand
 from swapq.checkpoint.writer import write_json
 from swapq.errors import CheckpointError
-from swapq.headers import INDEX_NAME, SCRATCH_NAME, read_json
+from swapq.headers import INDEX_NAME, SCRATCH_NAME, SHARD_NAME, read_json
 from swapq.recipe import Recipe
 
 __all__ = [
+    "EXPORT",
+    "LOCK_NAME",
     "PROGRESS_NAME",
     "RECORD_NAME",
     "SCRATCH_NAME",
@@ -24,16 +26,20 @@ __all__ = [
     "completion",
     "copied_files",
     "exported",
-    "is_ours",
     "read_record",
     "record_faults",
     "sha256_of",
+    "strangers",
 ]
 
 #: written last, in the destination
 RECORD_NAME = "swapq.json"
 #: in the scratch folder
 PROGRESS_NAME = "progress.json"
+#: beside it, held by a conversion that runs; an export has none
+LOCK_NAME = "lock"
+#: fingerprint of what no job made
+EXPORT = "export of a live model"
 _HASH_BUFFER = 1 << 22
 #: JSON files that say what the shards mean: hashed like them
 _CONFIGS = ("config.json", "hf_quant_config.json", INDEX_NAME)
@@ -43,19 +49,28 @@ _SEAL = "record_sha256"
 
 @dataclass
 class Progress:
-    """Shards that an unfinished conversion has published, with what the record will say of each.
+    """Shards that an unfinished conversion has published, with what the record will say of each; and by which files of the folder, a kill
+    at any moment later, it is known that swapq wrote them.
 
     Attributes:
         path: the file.
-        fingerprint: of the job.
+        fingerprint: of the job, or ``EXPORT``.
         source_mtime_ns: newest modification time of a source shard when the conversion began.
         shards: shard -> bytes, SHA-256 and underflowed blocks.
+        layout: of what is written.
+        planned: shard that will be there -> bytes.
+        replaces: shard of an earlier conversion or export -> bytes, while these are being removed.
+        copied: files that the earlier conversion copied, while these are being removed.
     """
 
     path: Path
     fingerprint: str
     source_mtime_ns: int
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: str = ""
+    planned: dict[str, int] = field(default_factory=dict)
+    replaces: dict[str, int] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
 
     @classmethod
     def load(cls, scratch: Path, fingerprint: str) -> "Progress | None":
@@ -64,24 +79,72 @@ class Progress:
         Raises:
             CheckpointError: the folder holds another conversion, unfinished, or a file of that name that is no progress.
         """
+        found = cls.read(scratch)
+        if found is not None and found.fingerprint != fingerprint:
+            raise CheckpointError(
+                f"{scratch.parent}: holds an unfinished conversion of another source, recipe, layout or shard size, or an unfinished "
+                "export; finish it with its own command, choose another destination, or pass --overwrite"
+            )
+        return found
+
+    @classmethod
+    def read(cls, scratch: Path) -> "Progress | None":
+        """The progress of whatever is unfinished; None if nothing is, or it was stopped before its first note.
+
+        Raises:
+            CheckpointError: a file of that name that is no progress.
+        """
         path = scratch / PROGRESS_NAME
         if not path.exists():
             return None
-        content = read_json(path)
-        if content.get("fingerprint") != fingerprint:
+        try:
+            content = read_json(path)
+        except CheckpointError:
+            content = {}
+        fingerprint, shards, mtime = (content.get(key) for key in ("fingerprint", "shards", "source_mtime_ns"))
+        layout, copied = content.get("layout", ""), content.get("copied", [])
+        planned, replaces = content.get("planned", {}), content.get("replaces", {})
+        tables = _is_shard_table(shards) and _is_size_table(planned) and _is_size_table(replaces)
+        if not (tables and isinstance(fingerprint, str) and isinstance(layout, str) and isinstance(mtime, int)):
             raise CheckpointError(
-                f"{scratch.parent}: holds an unfinished conversion of another source, recipe, layout or shard size; finish it with "
-                "its own command, choose another destination, or pass --overwrite"
+                f"{path}: is no progress of a conversion, and without it nothing says which shards it wrote; remove {scratch.parent} or "
+                "choose another destination"
             )
-        shards, mtime = content.get("shards"), content.get("source_mtime_ns")
-        if not _is_shard_table(shards) or type(mtime) is not int:
-            raise CheckpointError(f"{path}: is no progress of a conversion; pass --overwrite to start again")
-        return cls(path, fingerprint, mtime, shards)
+        return cls(path, fingerprint, mtime, shards or {}, layout, planned, replaces, _inside(scratch.parent, copied))
 
     @classmethod
     def start(cls, scratch: Path, job: Job) -> "Progress":
+        """The first note of a job, which says too what the folder holds of an earlier one: it is removed next."""
+        return cls._start(
+            scratch,
+            fingerprint=job.fingerprint,
+            source_mtime_ns=job.source_mtime_ns(),
+            layout=job.layout.name,
+            planned={shard.file: shard.nbytes for shard in job.shards},
+        )
+
+    @classmethod
+    def start_export(cls, folder: Path, layout: str, planned: Mapping[str, int]) -> "Progress":
+        """The note of an export whose shards are written under other names, before the first file is replaced."""
+        return cls._start(
+            folder / SCRATCH_NAME, fingerprint=EXPORT, source_mtime_ns=0, layout=layout, planned=dict(planned)
+        )
+
+    @classmethod
+    def _start(cls, scratch: Path, **said: Any) -> "Progress":
+        folder = scratch.parent
         scratch.mkdir(parents=True, exist_ok=True)
-        fresh = cls(scratch / PROGRESS_NAME, job.fingerprint, job.source_mtime_ns())
+        try:
+            earlier = cls.read(scratch)
+        except CheckpointError:
+            earlier = None
+        held = {path.name: path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()}
+        fresh = cls(
+            scratch / PROGRESS_NAME,
+            **said,
+            replaces={name: size for name, size in held.items() if SHARD_NAME.fullmatch(name)},
+            copied=[*copied_files(folder), *(earlier.copied if earlier else ())],
+        )
         fresh.save()
         return fresh
 
@@ -89,7 +152,16 @@ class Progress:
         """Write the progress, whole or not at all."""
         write_json(
             self.path,
-            {"fingerprint": self.fingerprint, "source_mtime_ns": self.source_mtime_ns, "shards": self.shards},
+            {key: value for key, value in vars(self).items() if key != "path"},
+        )
+
+    def wrote(self, path: Path) -> bool:
+        """Whether a file has the name and the size of a shard that was written, is to be written, or was there when this began."""
+        size = path.stat().st_size if path.is_file() else -1
+        return size in (
+            self.shards.get(path.name, {}).get("bytes"),
+            self.planned.get(path.name),
+            self.replaces.get(path.name),
         )
 
     def finished(self, folder: Path) -> set[str]:
@@ -116,20 +188,43 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether the checkpoint in ``folder`` is swapq's: its scratch folder is there, the config says so, or the record does and config or
-    shards agree with it. Masters that were saved into an export are not, though its record is still there."""
-    if (folder / SCRATCH_NAME).is_dir():
-        return True
+def strangers(folder: Path, others: Iterable[str] = ()) -> list[str]:
+    """Files in ``folder`` that a conversion or an export would remove or replace, and that none wrote: configs, shards and ``others``.
+
+    What is ours is proved, not guessed. Where something is unfinished, ours are the shards of the sizes that its progress lists. Where it
+    is not, all is ours if the config says so, or the record does and config or shards agree with it; masters that were saved into an
+    export are not, though its record is still there. Beside weights of ours, tokenizers and cards that came later may be replaced.
+    """
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
     method = _method(folder)
+    if not os.path.lexists(folder / RECORD_NAME):
+        try:
+            progress = Progress.read(folder / SCRATCH_NAME)
+        except CheckpointError:
+            progress = None
+        if progress is not None:
+            config = os.path.lexists(folder / "config.json") and method not in ("swapq", progress.layout)
+            return ["config.json"] * config + [name for name in shards if not progress.wrote(folder / name)]
+    if _is_ours(folder, method):
+        return [name for name in shards if not SHARD_NAME.fullmatch(name)]
+    fixed = ("config.json", INDEX_NAME, "hf_quant_config.json")
+    return [name for name in (*fixed, *shards, *others, RECORD_NAME) if os.path.lexists(folder / name)]
+
+
+def _is_ours(folder: Path, method: str | None) -> bool:
+    """Whether the finished checkpoint in ``folder``, or one of which only the config was removed, is swapq's."""
     try:
         record = read_record(folder)
     except CheckpointError:
         record = None
     if record is None or method == "swapq":
         return method == "swapq"
-    sizes = ((folder / name, said.get("bytes")) for name, said in record["shards"].items())
-    return method in (None, record.get("layout")) or all(p.is_file() and p.stat().st_size == n for p, n in sizes)
+    if method == record.get("layout"):
+        return True
+    sizes = {name: said.get("bytes") for name, said in record["shards"].items()}
+    if method is None:  # shards are removed after the config, and only then
+        sizes = {path.name: sizes.get(path.name) for path in folder.glob("*.safetensors")}
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
 
 
 def _method(folder: Path) -> str | None:
@@ -147,6 +242,10 @@ def copied_files(folder: Path) -> list[str]:
         listed = (read_record(folder) or {}).get("files")
     except CheckpointError:
         return []
+    return _inside(folder, listed)
+
+
+def _inside(folder: Path, listed: object) -> list[str]:
     names = [Path(name) for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     inside = [p for p in names if not p.is_absolute() and ".." not in p.parts and (folder / p).is_file()]
     return [str(p) for p in inside if (folder / p).parent.resolve().is_relative_to(folder.resolve())]
@@ -166,13 +265,14 @@ def exported(recipe: Recipe, layout: str, folder: Path) -> dict[str, Any]:
     place for."""
     shards = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(folder.glob("model*.safetensors"))
+        for path in sorted(folder.glob("*.safetensors"))
+        if SHARD_NAME.fullmatch(path.name)
     }
     return _sealed(
         {
             "swapq": __version__,
             "conversion": CONVERSION_VERSION,
-            "fingerprint": "export of a live model",
+            "fingerprint": EXPORT,
             "recipe": recipe.to_dict(),
             "layout": layout,
             "shards": shards,
@@ -222,6 +322,10 @@ def _is_shard_table(shards: object) -> TypeGuard[dict[str, dict[str, Any]]]:
         isinstance(said, dict) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
         for name, said in shards.items()
     )
+
+
+def _is_size_table(sizes: object) -> TypeGuard[dict[str, int]]:
+    return isinstance(sizes, dict) and all(type(size) is int for size in sizes.values())
 
 
 def completion(job: Job, state: Progress, others: tuple[str, ...], folder: Path) -> dict[str, Any]:

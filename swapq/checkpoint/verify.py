@@ -17,13 +17,13 @@ from torch import Tensor
 from swapq import formats
 from swapq.anatomy.names import role_of
 from swapq.checkpoint import layouts
-from swapq.checkpoint.described import Described, describe_folder
+from swapq.checkpoint.described import Described, describe_folder, incomplete_experts
 from swapq.checkpoint.layouts import Layout, Stored
 from swapq.checkpoint.recompute import compare
 from swapq.checkpoint.record import RECORD_NAME, SCRATCH_NAME, copied_files, read_record, record_faults, sha256_of
 from swapq.checkpoint.source import SourceFiles
 from swapq.errors import SwapqError
-from swapq.headers import Folder, TensorHeader, read_folder
+from swapq.headers import Folder, TensorHeader, read_folder, shown
 
 __all__ = ["Verification", "verify"]
 
@@ -87,14 +87,14 @@ def verify(
         report.problems.append(str(error))
         return report
     if (folder.path / SCRATCH_NAME).exists():
-        report.problems.append(
-            f"{SCRATCH_NAME}: an unfinished conversion left it; run the same command again to finish it"
-        )
+        _scratch(folder, report)
     if described.layout == "none":
         report.problems.append("config.json: has no quantization_config; the folder claims no quantization")
     layout = layouts.get(described.layout) if described.layout != "none" else layouts.get("swapq")
     strays = {p.name for p in folder.path.glob("*.safetensors")} - set(folder.files)
-    report.problems += [f"{name}: lies beside the shards, and some readers load every file" for name in sorted(strays)]
+    report.problems += [
+        f"{shown(name)}: lies beside the shards, and some readers load every file" for name in sorted(strays)
+    ]
     known = _structure(folder, described, layout, report)
     try:
         entry = described.config.get("quantization_config") or {}
@@ -114,6 +114,19 @@ def verify(
         files.close()
     _totals(folder, described, layout, report)
     return report
+
+
+def _scratch(folder: Folder, report: Verification) -> None:
+    """A record is written last and removed first: where it is, the command that left the scratch folder was at its end or had removed
+    nothing yet."""
+    if os.path.lexists(folder.path / RECORD_NAME):
+        report.notes.append(
+            f"{SCRATCH_NAME}: a command that was stopped left it, and the folder is whole; the same command removes it"
+        )
+    else:
+        report.problems.append(
+            f"{SCRATCH_NAME}: an unfinished conversion or export left it; run the same command again to finish it"
+        )
 
 
 def _structure(folder: Folder, described: Described, layout: Layout, report: Verification) -> dict[str, list[Stored]]:
@@ -139,7 +152,7 @@ def _structure(folder: Folder, described: Described, layout: Layout, report: Ver
             report.problems.append(
                 f"{name}: stored as {_dtype(header.dtype)}, which is quantized, and the config does not list it as such"
             )
-    _complete_experts(described, folder, report)
+    report.problems += incomplete_experts(described.config, folder.tensors)
     return known
 
 
@@ -180,29 +193,6 @@ def _looks_quantized(name: str, header: TensorHeader) -> bool:
             ".weight_shape",
         )
     )
-
-
-def _complete_experts(described: Described, folder: Folder, report: Verification) -> None:
-    """Every experts module has all the experts that any of its kind has, up to the number in the config."""
-    counts = [described.config.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
-    text = described.config.get("text_config")
-    if isinstance(text, dict):
-        counts += [text.get(k) for k in ("num_experts", "n_routed_experts", "num_local_experts")]
-    expected = next((c for c in counts if isinstance(c, int) and c > 0), None)
-    if expected is None:
-        return
-    seen: dict[tuple[str, str], set[int]] = {}
-    for name in folder.tensors:
-        head, dot, tail = name.partition(".experts.")
-        index, _, rest = tail.partition(".")
-        if dot and index.isdigit():
-            seen.setdefault((f"{head}.experts", rest), set()).add(int(index))
-    for (prefix, rest), found in seen.items():
-        absent = next((i for i in range(expected) if i not in found), None)
-        if absent is not None:
-            report.problems.append(
-                f"{prefix}.{absent}.{rest}: missing; config.json says {expected} experts, {len(found)} have {rest}"
-            )
 
 
 def _hashes(folder: Folder, report: Verification, progress: bool) -> None:

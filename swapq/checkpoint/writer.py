@@ -3,9 +3,10 @@
 import json
 import operator
 import os
+import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swapq.errors import CheckpointError, UnsupportedError
+from swapq.headers import INDEX_NAME, SHARD_NAME, SINGLE_NAME
 
-__all__ = ["ShardWriter", "publish", "shard_bytes", "write_json", "write_text"]
+__all__ = ["ShardWriter", "publish", "remove_temporaries", "shard_bytes", "write_json", "write_text"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+#: temporaries of this file, which a kill leaves in the folder
+_TEMPORARY = re.compile(r"\.(shard-\d{5,}|mode|.+\.json)\.[0-9a-f]{8}\.tmp")
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -27,6 +29,13 @@ def publish(temporary: Path, target: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, target)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed export left under names that only this file gives."""
+    for path in sorted(folder.iterdir()):
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _new_file_mode(directory: Path) -> int:
@@ -73,15 +82,23 @@ class ShardWriter:
     """Collects tensors, writes shards of at most ``max_shard_size`` and, at the end, the index. A context manager.
 
     An earlier checkpoint in the folder stays whole until the block has ended without an error; then the files in ``replaces``, its
-    config first, are removed before the shards, so that nothing ever describes shards of another. Temporaries never stay.
+    config first, are removed before the shards, so that nothing ever describes shards of another. Temporaries never stay, and those of a
+    run that was killed are removed. ``announce`` is told the name and the bytes of each new shard before the first file is replaced.
 
     Raises:
         CheckpointError: a name given twice.
         UnsupportedError: a shard size that is not one.
     """
 
-    def __init__(self, directory: Path, max_shard_size: "int | str", *, replaces: tuple[str, ...] = ()) -> None:
-        self.directory, self.replaces = directory, replaces
+    def __init__(
+        self,
+        directory: Path,
+        max_shard_size: "int | str",
+        *,
+        replaces: tuple[str, ...] = (),
+        announce: Callable[[Mapping[str, int]], object] | None = None,
+    ) -> None:
+        self.directory, self.replaces, self.announce = directory, replaces, announce
         self.limit = shard_bytes(max_shard_size)
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
@@ -90,6 +107,7 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         self.directory.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(self.directory)
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -129,11 +147,15 @@ class ShardWriter:
 
     def _finish(self) -> None:
         count = len(self.shards)
-        named = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        named = (
+            [SINGLE_NAME] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        )
+        if self.announce is not None:
+            self.announce({file: path.stat().st_size for (path, _), file in zip(self.shards, named, strict=True)})
         for name in self.replaces:
             (self.directory / name).unlink(missing_ok=True)
-        for old in self.directory.glob("model*.safetensors*"):
-            if old.name not in named:
+        for old in sorted(self.directory.glob("model*.safetensors*")):
+            if old.name not in named and (SHARD_NAME.fullmatch(old.name) or old.name == INDEX_NAME):
                 old.unlink()
         weight_map: dict[str, str] = {}
         mode = _new_file_mode(self.directory)
@@ -143,5 +165,5 @@ class ShardWriter:
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
             write_json(
-                self.directory / _INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+                self.directory / INDEX_NAME, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             )
