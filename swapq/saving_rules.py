@@ -4,7 +4,8 @@ A checkpoint in FP8 or MXFP4 that transformers dequantized leaves its quantizer'
 quantize again what is saved, whatever became of the model: an export, a sync and ``save_pretrained`` would give FP8 codes for live BF16.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-__all__ = ["as_saved", "drop_quantizer"]
+__all__ = ["as_saved", "drop_quantizer", "following"]
 
 
 def as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,11 +24,19 @@ def as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]
     kept = _without_quantizer(model, rules)
     if kept is rules:
         return revert_weight_conversion(model, dict(state))
-    _set(model, kept)
-    try:
+    with following(model, kept):
         return revert_weight_conversion(model, dict(state))
+
+
+@contextmanager
+def following(model: PreTrainedModel, rules: list[Any] | None) -> Iterator[None]:
+    """Inside, transformers saves ``model`` by ``rules``; None lets it ask for those of the class."""
+    before: list[Any] | None = getattr(model, "_weight_conversions", None)
+    _set(model, rules)
+    try:
+        yield
     finally:
-        _set(model, rules)
+        _set(model, before)
 
 
 def drop_quantizer(model: nn.Module) -> None:

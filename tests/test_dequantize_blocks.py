@@ -11,6 +11,16 @@ from tests.test_stored_gemm import interpreted
 
 pytest.importorskip("triton")
 
+#: format, scope and axis of what has a kernel
+CASES = [
+    ("fp8_block", "tile", -1),
+    ("fp8_block", "halves", -1),
+    ("fp8_block", "row", -1),
+    ("fp8_block", "row", -2),
+    ("int4", "group", -1),
+    ("int4_g32", "group", -1),
+]
+
 BYTES = """
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,17 +102,7 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize(
-    ("fmt", "scope", "axis"),
-    [
-        ("fp8_block", "tile", -1),
-        ("fp8_block", "halves", -1),
-        ("fp8_block", "row", -1),
-        ("fp8_block", "row", -2),
-        ("int4", "group", -1),
-        ("int4_g32", "group", -1),
-    ],
-)
+@pytest.mark.parametrize(("fmt", "scope", "axis"), CASES)
 def test_a_dequantizer_writes_the_bytes_of_the_definition_whatever_the_shape(fmt: str, scope: str, axis: int) -> None:
     one_dim = scope in ("row", "group") and axis == -1
     setting = f"FORMAT, SCOPE, AXIS, ONE_DIM = {fmt!r}, {scope!r}, {axis!r}, {one_dim!r}"
@@ -184,14 +184,7 @@ def parts_of(fmt: str, shape: tuple[int, ...], scope: str, axis: int = -1) -> Pa
 def test_what_has_no_kernel_is_left_to_the_definition(asked: list[tuple[object, ...]]) -> None:
     from swapq.kernels import dispatch
 
-    for fmt, scope, axis in (
-        ("fp8_block", "tile", -1),
-        ("fp8_block", "halves", -1),
-        ("fp8_block", "row", -1),
-        ("fp8_block", "row", -2),
-        ("int4", "group", -1),
-        ("int4_g32", "group", -1),
-    ):
+    for fmt, scope, axis in CASES:
         values = dispatch.dequantize(parts_of(fmt, (2, 64, 256), scope, axis), fmt, scope, axis)
         assert values is not None
         assert (values.shape, values.dtype) == ((2, 64, 256), torch.bfloat16)

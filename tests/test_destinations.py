@@ -255,9 +255,7 @@ def test_an_export_killed_at_any_rename_or_removal_is_finished_by_the_same_expor
     assert moments > 8
 
 
-def test_masters_saved_over_a_killed_export_are_never_replaced(
-    src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def kill_export_at_its_config(dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(
         lambda: swapq.export(live(), dst),
         monkeypatch,
@@ -265,6 +263,12 @@ def test_masters_saved_over_a_killed_export_are_never_replaced(
         "publish",
         lambda _, target: target.name == "config.json",
     )
+
+
+def test_masters_saved_over_a_killed_export_are_never_replaced(
+    src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_export_at_its_config(dst, monkeypatch)
     with pytest.raises(CheckpointError, match="unfinished"):
         swapq.plan(dst, "nvfp4-rl")
     qwen3_moe().save_pretrained(dst)
@@ -274,13 +278,7 @@ def test_masters_saved_over_a_killed_export_are_never_replaced(
 def test_a_killed_export_is_replaced_by_an_overwrite_with_nothing_left_of_it(
     src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped(
-        lambda: swapq.export(live(), dst),
-        monkeypatch,
-        writer,
-        "publish",
-        lambda _, target: target.name == "config.json",
-    )
+    kill_export_at_its_config(dst, monkeypatch)
     with pytest.raises(CheckpointError, match="unfinished export"):
         convert(src, dst)
     convert(src, dst, overwrite=True)

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from swapq.checkpoint.saved import read_saved
-from swapq.checkpoint.tensors import base_model
+from swapq.checkpoint.tensors import base_model, is_peft
 from swapq.convert import swapped_modules
 from swapq.errors import CheckpointError, UnsupportedError
 from swapq.headers import Folder
+from swapq.saving_rules import following
 
 __all__ = ["load_checkpoint"]
 
@@ -151,7 +152,7 @@ def _held(root: nn.Module, folder: Folder) -> dict[str, _Held]:
 
 def _require_writable(root: nn.Module) -> None:
     """Refuse a model whose tensors cannot be written in place, before anything is read."""
-    adapter = next((f"{n} is PEFT's {type(m).__name__}" for n, m in root.named_modules() if _is_peft(m)), None)
+    adapter = next((f"{n} is PEFT's {type(m).__name__}" for n, m in root.named_modules() if is_peft(m)), None)
     if adapter:
         raise UnsupportedError(
             f"the model carries PEFT adapters ({adapter}); load the checkpoint before they are added"
@@ -183,10 +184,6 @@ def _require_writable(root: nn.Module) -> None:
             f"{_some(shared)}: several values share one place in memory (an expanded tensor), so they cannot be written one by one; give "
             "the parameter memory of its own (contiguous)"
         )
-
-
-def _is_peft(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -238,13 +235,8 @@ def _as_saved(root: nn.Module, state: Mapping[str, Tensor], rules: _Rules) -> di
         return dict(state)
     if rules is _Rules.REMEMBERED:
         return revert_weight_conversion(root, dict(state))
-    model: Any = root
-    opened_by = model._weight_conversions
-    model._weight_conversions = None  # transformers then asks for the rules of the class
-    try:
+    with following(root, None):
         return revert_weight_conversion(root, dict(state))
-    finally:
-        model._weight_conversions = opened_by
 
 
 def _require_fit(folder: Folder, held: Mapping[str, _Held], names: Mapping[str, list[str]]) -> None:

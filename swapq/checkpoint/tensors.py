@@ -137,10 +137,15 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     return quantized | {name: whole(t) for name, t in _plain_state(root).items()}
 
 
+def is_peft(module: nn.Module) -> bool:
+    """Whether a module is one that PEFT put into the model."""
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
 def _refuse_adapters(modules: list[tuple[str, nn.Module]]) -> None:
     """Refuse PEFT's layers inside the model, which stand under other names and would be written as they are."""
     for name, module in modules:
-        if type(module).__module__.partition(".")[0] == "peft":
+        if is_peft(module):
             raise UnsupportedError(
                 f"{name} is PEFT's {type(module).__name__}: a checkpoint of the base would leave the adapter out; merge and unload first"
             )
